@@ -45,8 +45,16 @@ def main(
         device = run.device
         world = run.world
         attention = choose_kernel(c, device)[-1]
-        data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
-                       world=world, hold_out=c.eval_every > 0)  # fmt: skip
+        data = Batches(
+            c.data,
+            global_batch=c.effective_batch,
+            seqlen=c.seqlen,
+            vocab=c.vocab,
+            seed=c.seed,
+            rank=rank,
+            world=world,
+            hold_out=c.eval_every > 0,
+        )
         model = reference_model(c, device)  # on the meta device: no parameter has memory yet
         run.open(data, model, attention, counted=model)
         if run.done:

@@ -315,8 +315,10 @@ def check_lean(c: ModelConfig) -> None:
         except (AttributeError, TypeError, RuntimeError):  # no up or down, no bias, another shape
             same = False
     if not same:
-        raise ValueError('--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use '
-                         "--mlp plain")  # fmt: skip
+        raise ValueError(
+            "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use "
+            "--mlp plain"
+        )
 
 
 def sinusoids(T: int, D: int, device: torch.device) -> Tensor:

@@ -95,13 +95,27 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
         (low, f"{' '.join(low)}: must be at least 1"),
         (c.steps <= WARMUP, f"--steps {c.steps}: must be above {WARMUP}, which are warm-up"),
         (min(c.world, c.nproc, c.timeout) < 0, "--world, --nproc, --timeout: must not be negative"),
-        (c.table and set_too, f"{' '.join(set_too)}: each row of --table has its own; leave it out"),
-        (alone and world > 1, f"{' '.join(alone)}: is for one process, here are {world}; start it without torchrun"),
-        (c.world and not c.data_parallel, f"--world {c.world}: simulates sharding; leave out {ALONE}"),
-        (not c.data_parallel and "bf16" in (c.param_dtype, c.reduce_dtype),
-         f"--param-dtype, --reduce-dtype: belong to data_parallel; with {ALONE} use --autocast"),
-        (c.compile_options and c.compile == "none", "--compile-options: add --compile model, step or fwdbwd"),
-    ):  # fmt: skip
+        (
+            c.table and set_too,
+            f"{' '.join(set_too)}: each row of --table has its own; leave it out",
+        ),
+        (
+            alone and world > 1,
+            f"{' '.join(alone)}: is for one process, here are {world}; start it without torchrun",
+        ),
+        (
+            c.world and not c.data_parallel,
+            f"--world {c.world}: simulates sharding; leave out {ALONE}",
+        ),
+        (
+            not c.data_parallel and "bf16" in (c.param_dtype, c.reduce_dtype),
+            f"--param-dtype, --reduce-dtype: belong to data_parallel; with {ALONE} use --autocast",
+        ),
+        (
+            c.compile_options and c.compile == "none",
+            "--compile-options: add --compile model, step or fwdbwd",
+        ),
+    ):
         if wrong:
             fail(message, rank)
     return c

@@ -124,8 +124,19 @@ def line_of(own: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
     data = [] if "--data" in words else ["--data", str(data_of(own))]
     steps = [] if "--steps" in words else ["--steps", "6"]
     simulated = ["--world", str(ranks)] if ranks > 1 else []
-    return ["--model", own.model, "--random", "--effective-batch", str(own.effective_batch), "--batch", str(micro),
-            *data, *steps, *simulated, *words]  # fmt: skip
+    return [
+        "--model",
+        own.model,
+        "--random",
+        "--effective-batch",
+        str(own.effective_batch),
+        "--batch",
+        str(micro),
+        *data,
+        *steps,
+        *simulated,
+        *words,
+    ]
 
 
 def data_of(own: Fit) -> Path:
@@ -160,16 +171,22 @@ def planned(
     """A cell for each number of ranks and micro-batch that divide the effective batch, and its planned figures. Where
     no ratio fits, the peak is that of the highest. limit, base: MiB, of a process and of what is not the step's."""
     if q is None:
-        made = [search.Cell(n, b, None, own.effective_batch // (n * b)) for n in own.world for b in own.micro_batch
-                if own.effective_batch % (n * b) == 0]  # fmt: skip
+        made = [
+            search.Cell(n, b, None, own.effective_batch // (n * b))
+            for n in own.world
+            for b in own.micro_batch
+            if own.effective_batch % (n * b) == 0
+        ]
         return [(cell, {}) for cell in made]
     found = []
     for cell in search.fit_table(
         q, own.world, own.micro_batch, own.effective_batch, (limit - base) * 2**20
     ):
         ratio = 1.0 if cell.ratio is None else cell.ratio
-        asked = replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=ratio),
-                        ranks=cell.ranks)  # fmt: skip
+        asked = replace(
+            q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=ratio),
+            ranks=cell.ranks,
+        )
         timed = q.gpu.arch != "cpu" and cell.ratio is not None
         told = dict(
             parameters=q.a.parameters,
@@ -186,14 +203,30 @@ def row_of(
 ) -> dict:
     """The row of an answer: planned, with what it was asked, and of `run`, the row of the run that it is taken from."""
     label = f"{cell.ranks}(sim {c.link})" if cell.ranks > 1 else 1
-    asked = dict(model=Path(own.model).resolve().name, gpu=None if c.device == "cpu" else own.gpu, memory_mib=limit,
-                 effective_batch=own.effective_batch, seqlen=c.seqlen, batch=cell.micro, grad_accum=cell.accum,
-                 world=label)  # fmt: skip
-    about = dict(date=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), commit=sweep.commit(),
-                 torch=importlib.metadata.version("torch"), outcome="planned",
-                 flags=flags.setting(c) | dict(batch=cell.micro, grad_accum=cell.accum, remat="block",
-                                               remat_ratio=cell.ratio, world=cell.ranks if cell.ranks > 1 else None),
-                 )  # fmt: skip
+    asked = dict(
+        model=Path(own.model).resolve().name,
+        gpu=None if c.device == "cpu" else own.gpu,
+        memory_mib=limit,
+        effective_batch=own.effective_batch,
+        seqlen=c.seqlen,
+        batch=cell.micro,
+        grad_accum=cell.accum,
+        world=label,
+    )
+    about = dict(
+        date=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+        commit=sweep.commit(),
+        torch=importlib.metadata.version("torch"),
+        outcome="planned",
+        flags=flags.setting(c)
+        | dict(
+            batch=cell.micro,
+            grad_accum=cell.accum,
+            remat="block",
+            remat_ratio=cell.ratio,
+            world=cell.ranks if cell.ranks > 1 else None,
+        ),
+    )
     return (
         {key: value for key, value in (run or about).items() if key != "cell"}
         | asked
@@ -239,8 +272,13 @@ def measured(
                 f"[{cell.ranks} ranks, micro-batch {cell.micro}] --remat block:{ratio:g}",
                 flush=True,
             )
-            rows[name] = sweep.attempt(name, args, own.timeout, f"fit n={cell.ranks} --batch {cell.micro} "
-                                       f"--remat block:{ratio:g}", sweep.given(sweep.parse(line)[1]))  # fmt: skip
+            rows[name] = sweep.attempt(
+                name,
+                args,
+                own.timeout,
+                f"fit n={cell.ranks} --batch {cell.micro} --remat block:{ratio:g}",
+                sweep.given(sweep.parse(line)[1]),
+            )
         found[ratio] = row = rows[name]
         if sweep.unfinished([name], rows):
             return None

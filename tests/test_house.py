@@ -48,7 +48,7 @@ MOST_MODULES = {  # lab.studies: a module per study, what they share, what runs 
     "lab.studies": 12, "trainer": 13, "trainer.finetuning": 13,
 }  # fmt: skip
 MOST_NODES = {"overlap": 3000, "simple_fsdp": 9260, "muon": 2200}  # syntax nodes of a file; of others 6'750
-MOST_DENSE = 15  # syntax nodes for each line of code of a file; of the whole product 10.3
+MOST_DENSE = 14  # syntax nodes for each line of code of a file; of the whole product 9.8
 REGISTRATIONS = {  # calls at import that are allowed, with the reason
     "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
     "register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)": "torch's FLOP counter must know an op of our own",
@@ -140,7 +140,7 @@ def test_a_file_can_be_held_in_the_head(name):
 
 def test_lines_are_not_packed():
     nodes, lines = map(sum, zip(*map(_size, SOURCES.values()), strict=True))
-    assert nodes <= 10.3 * lines, f"{nodes} syntax nodes in {lines} lines of code: unpack them"
+    assert nodes <= 9.8 * lines, f"{nodes} syntax nodes in {lines} lines of code: unpack them"
 
 
 @pytest.mark.parametrize("name", COPIED)

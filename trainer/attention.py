@@ -18,8 +18,12 @@ from trainer import config as flags
 from trainer.distributed.terminal import regular
 
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
-BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
-                efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
+BACKENDS = dict(
+    cudnn=SDPBackend.CUDNN_ATTENTION,
+    flash=SDPBackend.FLASH_ATTENTION,
+    efficient=SDPBackend.EFFICIENT_ATTENTION,
+    math=SDPBackend.MATH,
+)
 CHOICE = torch._fused_sdp_choice  # private: what scaled_dot_product_attention would dispatch to
 # Older versions read out of bounds where 128 does not divide the length (pytorch#169849).
 CUDNN_ANY_LENGTH = 91501

@@ -133,8 +133,12 @@ def ranks_here(c: flags.Config, world: int) -> tuple[int, int]:
 
 
 def check_fits(
-    c: flags.Config, ranks: int, here: int, step_bytes=costs.step_bytes, shape: Iterable[str] = SHAPE
-) -> None:  # fmt: skip
+    c: flags.Config,
+    ranks: int,
+    here: int,
+    step_bytes=costs.step_bytes,
+    shape: Iterable[str] = SHAPE,
+) -> None:
     """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this
     machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody. shape:
     the flags to lower where no batch fits; without them such a run is left to fail by itself."""
@@ -151,5 +155,7 @@ def check_fits(
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
     who = f"{here} ranks" if here > 1 else "a step"
     asked = flags.written(c, *sizes)
-    raise ValueError(f"{asked}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
-                     "tries it")  # fmt: skip
+    raise ValueError(
+        f"{asked}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
+        "tries it"
+    )

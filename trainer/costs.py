@@ -92,8 +92,10 @@ def link(text: str, ports: bool = False) -> Link:
     )
     if float(bandwidth) > 0 and (many is None or ports and int(many)):
         return Link(float(latency) * 1e-6, float(bandwidth) * 1e9, int(many or 0))
-    raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
-                     "measured:FILE")  # fmt: skip
+    raise ValueError(
+        f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
+        "measured:FILE"
+    )
 
 
 # Dense bf16 FLOP/s by the whole device name: a MIG slice, an RTX 4090 D, an H200 NVL or a GH200 has another peak than

@@ -34,9 +34,14 @@ def words(nproc: int, argv: list[str], env: Mapping[str, str]) -> list[str]:
     rank = env["NODE_RANK"]
     # A name for the order alone, but for the first.
     own = first if rank == "0" else f"{first}.{rank}"
-    return [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{port}",
-            f"--rdzv-conf=is_host={int(rank == '0')}", f"--local-addr={own}",
-            f"--max-restarts={env.get('MAX_RESTARTS') or 9}"]  # fmt: skip
+    return [
+        f"--nnodes={nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first}:{port}",
+        f"--rdzv-conf=is_host={int(rank == '0')}",
+        f"--local-addr={own}",
+        f"--max-restarts={env.get('MAX_RESTARTS') or 9}",
+    ]
 
 
 if __name__ == "__main__":

@@ -37,8 +37,13 @@ def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
     step.phase = before
 
 
-def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
-             between: Callable[[], None] = lambda: None) -> dict[str, float]:  # fmt: skip
+def evaluate(
+    c: Config,
+    step: Step,
+    batches: Batches,
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """eval_loss, nats per token of --eval-every's held-out batches, with eval_bpb, bits per byte, of data that
     is bytes and eval_ppl, perplexity, of other data. The same on every rank, and but for rounding on any number of
     ranks. between: called at every batch."""
@@ -64,8 +69,13 @@ def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
     return found | dict(eval_ppl=math.exp(min(found["eval_loss"], 700)))
 
 
-def sample(c: Config, step: Step, batches: Batches, device: torch.device,
-           between: Callable[[], None] = lambda: None) -> list[str]:  # fmt: skip
+def sample(
+    c: Config,
+    step: Step,
+    batches: Batches,
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some, without
     those after one that ends an answer. Each costs a forward of --seqlen tokens. between: called before each."""
     T = c.seqlen

@@ -31,8 +31,10 @@ from trainer.distributed.terminal import grouped, regular, tell
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
 TEXTS = frozenset("cell commit date device error outcome run study torch".split())
-FIGURES = frozenset("loss eval_loss step step_ms step_ms_min step_ms_max mfu simulated_mib peak_alloc_mib peak_rss_mib "
-                    "first_step_peak_mib".split())  # fmt: skip
+FIGURES = frozenset(
+    "loss eval_loss step step_ms step_ms_min step_ms_max mfu simulated_mib peak_alloc_mib peak_rss_mib "
+    "first_step_peak_mib".split()
+)
 SETTINGS = frozenset(("flags", "setting"))
 NOT_FINITE = ["nan", "inf", "-inf"]  # as `_plain` writes them
 
@@ -54,9 +56,16 @@ SECRET = re.compile(
     r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$",
     re.IGNORECASE,
 )
-LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
-        "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte",
-        "eval_ppl": "perplexity {:.3f}"}  # fmt: skip
+LINE = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.3g}",
+    "grad_norm": "|g| {:.3f}",
+    "ms": "{:,.1f} ms",
+    "tok_s": "{:,.0f} tok/s",
+    "eval_loss": "held-out loss {:.4f}",
+    "eval_bpb": "{:.4f} bits per byte",
+    "eval_ppl": "perplexity {:.3f}",
+}
 
 
 def _plain(value: Any) -> Any:
@@ -261,10 +270,21 @@ class Sinks:
     """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `resume`:
     the `wandb_id` of the run that this one continues. `stream` (stdout) gets a line per logged step."""
 
-    def __init__(self, results: str | Path | None, wandb: str = "off", group: str | None = None,
-                 name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,
-                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None, job_type: str | None = None,
-                 resume: str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        results: str | Path | None,
+        wandb: str = "off",
+        group: str | None = None,
+        name: str | None = None,
+        config: dict | None = None,
+        tags: Sequence[str] = (),
+        rank: int = 0,
+        total_steps: int = 0,
+        every: int = 1,
+        stream: TextIO | None = None,
+        job_type: str | None = None,
+        resume: str | None = None,
+    ):
         self.rank = rank
         self.total = total_steps
         self.every = max(1, every)
@@ -431,8 +451,14 @@ class Sinks:
         )
 
 
-def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = (),
-               files: dict[str, bytes] | None = None) -> None:  # fmt: skip
+def log_tables(
+    tables: dict[str, list[dict]],
+    results: Path,
+    wandb: str,
+    group: str,
+    tags: Sequence[str] = (),
+    files: dict[str, bytes] | None = None,
+) -> None:
     """A W&B run of its own, with a table per study whose nested values are JSON, and `files` (name -> content) in an
     artifact, GROUP-report. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")

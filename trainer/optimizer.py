@@ -95,10 +95,22 @@ class AdamW:
     def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
         if grads:
             adamw(
-                self.shards[part], grads, self.m[part], self.v[part], [], [self.t - 1 for _ in grads], fused=True,
-                amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=self.lr,
-                weight_decay=self.weight_decay if decays else 0.0, eps=self.eps, maximize=False, found_inf=bad,
-            )  # fmt: skip
+                self.shards[part],
+                grads,
+                self.m[part],
+                self.v[part],
+                [],
+                [self.t - 1 for _ in grads],
+                fused=True,
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=self.lr,
+                weight_decay=self.weight_decay if decays else 0.0,
+                eps=self.eps,
+                maximize=False,
+                found_inf=bad,
+            )
 
     def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
         """Updates the parameters of `part`, the first `decaying` of which decay. In a bad step every sum below adds a

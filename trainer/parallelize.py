@@ -192,24 +192,46 @@ def materialise(
         model.reshard()
 
 
-def training_step(c: flags.Config, model: LanguageModel, optimizer: AdamW | Muon, mesh: dist.DeviceMesh | None,
-                  between: Callable[[], Any] | None = None, inspect: Callable[[list, list], Any] | None = None,
-                  compiled_update: bool | None = None) -> Step:  # fmt: skip
+def training_step(
+    c: flags.Config,
+    model: LanguageModel,
+    optimizer: AdamW | Muon,
+    mesh: dist.DeviceMesh | None,
+    between: Callable[[], Any] | None = None,
+    inspect: Callable[[list, list], Any] | None = None,
+    compiled_update: bool | None = None,
+) -> Step:
     """The step of resolved flags, compiled by --compile at its first call. between, inspect: see Step; compiled_update:
     see make_step. ValueError as make_step."""
     model.prepare(c.seqlen, optimizer.lr.device)
-    kwargs = dict(options=compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
-                  clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
-                  reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
-                  inspect=inspect)  # fmt: skip
+    kwargs = dict(
+        options=compile_options(c),
+        mesh=mesh,
+        grad_accum=c.grad_accum,
+        accum_sync=c.accum_sync,
+        clip=c.clip,
+        chunk=c.chunk if c.loss == "chunked" else 0,
+        param_dtype=DTYPES[c.param_dtype],
+        reduce_dtype=DTYPES[c.reduce_dtype],
+        norm_limit=c.norm_limit,
+        between=between,
+        inspect=inspect,
+    )
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
     how = dict(ahead=c.ahead, compiled_update=compiled_update)
     return make_step(c.compile, model, optimizer, **how, **kwargs)
 
 
-def build(c: flags.Config, device: torch.device, world: int, *, init: bool = True, model: LanguageModel | None = None,
-          compiled_update: bool | None = None) -> Step:  # fmt: skip
+def build(
+    c: flags.Config,
+    device: torch.device,
+    world: int,
+    *,
+    init: bool = True,
+    model: LanguageModel | None = None,
+    compiled_update: bool | None = None,
+) -> Step:
     """The step that main.py makes of resolved flags, for programs that need nothing else of a run. Needs a process
     group unless --wrapper none. model: on the meta device, unwrapped (default: the reference transformer). init=False
     leaves parameters as they are allocated. ValueError for a model that has values, which would

@@ -57,8 +57,15 @@ class Run:
     progress: on rank 0, says what is being done. `world` counts simulated ranks, too. What cannot work ends in one line
     and SystemExit(2) here, before the ranks meet; later errors end in `code`, the exit code."""
 
-    def __init__(self, c: flags.Config, check: Callable[[flags.Config, int], None], rank: int, local_rank: int,
-                 world: int, progress: Progress | None = None):  # fmt: skip
+    def __init__(
+        self,
+        c: flags.Config,
+        check: Callable[[flags.Config, int], None],
+        rank: int,
+        local_rank: int,
+        world: int,
+        progress: Progress | None = None,
+    ):
         self.rank = rank
         self.progress = progress or Progress(speak=False)
         self.code = 0
@@ -146,8 +153,15 @@ class Run:
         if self.rank == 0:
             tell(text)
 
-    def open(self, data: Batches, model: LanguageModel, attention: str, *, c: flags.Config | None = None,
-             counted: LanguageModel | None = None) -> None:  # fmt: skip
+    def open(
+        self,
+        data: Batches,
+        model: LanguageModel,
+        attention: str,
+        *,
+        c: flags.Config | None = None,
+        counted: LanguageModel | None = None,
+    ) -> None:
         """Takes the data and the model, which is on meta: agrees with the other ranks on them, and finds the newest
         checkpoint, `found`, after which `first` steps are done. attention: the kernel, for people. c: the flags, where
         the model has completed them. counted: what FLOPs are counted on; None: on nothing, since batches differ.
@@ -195,8 +209,18 @@ class Run:
     def _begin_log(self) -> None:
         c = self.c
         self.settings = flags.setting(c) | dict(world=flags.world_label(c, self.world))
-        self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank,
-                           max(c.steps, self.first), c.log_every, resume=self.state.wandb)  # fmt: skip
+        self.sinks = Sinks(
+            c.results,
+            c.wandb,
+            c.group,
+            None,
+            self.settings,
+            c.tags,
+            self.rank,
+            max(c.steps, self.first),
+            c.log_every,
+            resume=self.state.wandb,
+        )
         # In each checkpoint from now on.
         self.continues = self.state.run
         self.state.run = self.sinks.run

@@ -146,10 +146,22 @@ class Step:
     with (parameters, the local shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum: int = 1, clip: float = 0.0,
-                 chunk: int = 0, accum_sync: str = "every", param_dtype=None, reduce_dtype=None,
-                 norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
-                 inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: AdamW,
+        *,
+        mesh=None,
+        grad_accum: int = 1,
+        clip: float = 0.0,
+        chunk: int = 0,
+        accum_sync: str = "every",
+        param_dtype=None,
+        reduce_dtype=None,
+        norm_limit: float = 0.0,
+        between: Callable[[], Any] | None = None,
+        inspect: Callable[[list, list], Any] | None = None,
+    ):
         self.model = model
         self.call = model
         self.optimizer = optimizer
@@ -410,9 +422,16 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
     return found
 
 
-def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
-              ahead: float = 1.0, compiled_update: bool | None = None,
-              **kwargs) -> Step:  # fmt: skip
+def make_step(
+    mode: str,
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    options: dict | None = None,
+    ahead: float = 1.0,
+    compiled_update: bool | None = None,
+    **kwargs,
+) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
     the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),

@@ -117,8 +117,13 @@ def row(run: ToldRun, outcome: str) -> dict:
     )
 
 
-COMPILED = dict(none="the first step", blocks="compiling a block and the loss", model="compiling the model",
-                fwdbwd="compiling forward and backward", step="compiling the whole step")  # fmt: skip
+COMPILED = dict(
+    none="the first step",
+    blocks="compiling a block and the loss",
+    model="compiling the model",
+    fwdbwd="compiling forward and backward",
+    step="compiling the whole step",
+)
 
 ASIDE = dict(
     save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting"

@@ -27,8 +27,16 @@ from trainer.logging import append_jsonl
 from trainer.measuring import timing
 from trainer.optimizer import AdamW
 
-SHOWN = ("gpus 8 8 1", "gpus 8 16 2", "gpus 8 32 4", "gpus 8 64 8", "seqlen 1024", "seqlen 16384", "depth 16",
-         "width 2048")  # fmt: skip
+SHOWN = (
+    "gpus 8 8 1",
+    "gpus 8 16 2",
+    "gpus 8 32 4",
+    "gpus 8 64 8",
+    "seqlen 1024",
+    "seqlen 16384",
+    "depth 16",
+    "width 2048",
+)
 ERROR = 200  # characters of an error that are kept
 
 
@@ -119,7 +127,10 @@ def main(own: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m lab.benchmarks.estimators", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m lab.benchmarks.estimators",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--results", default="runs/estimators.jsonl", metavar="FILE")
     sys.exit(main(parser.parse_args()))

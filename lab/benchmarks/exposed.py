@@ -24,8 +24,12 @@ from trainer.logging import append_jsonl, check_writable, read_jsonl
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    _parser = argparse.ArgumentParser("python -m lab.benchmarks.exposed", description=__doc__, allow_abbrev=False,
-                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    _parser = argparse.ArgumentParser(
+        "python -m lab.benchmarks.exposed",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _parser.add_argument("cells", nargs="*", metavar="WRAPPER:COMPILE")
     _parser.add_argument("--results", default="runs/exposed.jsonl", metavar="FILE")
     _parser.add_argument(
@@ -50,8 +54,12 @@ FACTORS = (0.5, 1.0, 2.0, 4.0)  # time of the links over time of the computation
 # Turns that tell how long the computation takes beside slow links, and steps to draw one of; not
 # counted.
 TRIALS = 4
-LOOKS = dict(all_gather=(1, "0.35", ""), reduce_scatter=(1, "0.7", ""), computation=(0, "white", "////"),
-             waiting=(0, "0.9", ""))  # of a bar: its lane, colour, hatch  # fmt: skip
+LOOKS = dict(
+    all_gather=(1, "0.35", ""),
+    reduce_scatter=(1, "0.7", ""),
+    computation=(0, "white", "////"),
+    waiting=(0, "0.9", ""),
+)  # of a bar: its lane, colour, hatch
 Lane = tuple[str, float, float]  # one of LOOKS, or another collective; begin and end in ms
 
 
@@ -93,8 +101,15 @@ def ends(calls: list, seconds: list[float]) -> float:
 
 def measure(cells: list[str], c: flags.Config) -> list[dict]:
     """The rows: of each cell one per factor. Raises ValueError for flags that do not fit."""
-    configs = [replace(c, system=replace(c.system, **dict(zip(("wrapper", "compile"), cell.split(":"), strict=True))))
-               for cell in cells]  # fmt: skip
+    configs = [
+        replace(
+            c,
+            system=replace(
+                c.system, **dict(zip(("wrapper", "compile"), cell.split(":"), strict=True))
+            ),
+        )
+        for cell in cells
+    ]
     kind = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
     configs = [flags.resolve(own, kind, 1) for own in configs]
     c = configs[0]
@@ -179,8 +194,14 @@ def table(rows: list[dict]) -> str:
         ("depth", [str(row["depth"]) for row in rows]),
         ("links / computation", [f"{row['factor']:g}" for row in rows]),
     ]
-    columns += [(name, [grouped(row[key], 1) for row in rows]) for name, key in
-                (("computation ms", "compute_ms"), ("links ms", "link_ms"), ("step ms", "step_ms"))]  # fmt: skip
+    columns += [
+        (name, [grouped(row[key], 1) for row in rows])
+        for name, key in (
+            ("computation ms", "compute_ms"),
+            ("links ms", "link_ms"),
+            ("step ms", "step_ms"),
+        )
+    ]
     columns.append(("ratio", [f"{row['ratio']:.3f}" for row in rows]))
     columns.append(("ends ms", [grouped(row["ends_ms"], 1) for row in rows]))
     return markdown([*columns, ("ratio without the ends", [f"{each:.3f}" for each in rest])])
@@ -223,8 +244,12 @@ def draw(rows: list[dict], path: str) -> None:
             loc="left",
         )
     axes[-1].set_xlabel("ms of one step; links take as long as the computation")
-    bars = [axes[0].barh(0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-"))
-            for what, (_, color, hatch) in LOOKS.items()]  # fmt: skip
+    bars = [
+        axes[0].barh(
+            0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-")
+        )
+        for what, (_, color, hatch) in LOOKS.items()
+    ]
     plot.legend(handles=bars, loc="outside upper right", ncols=4, fontsize=8)
     plot.savefig(path, dpi=160)
 

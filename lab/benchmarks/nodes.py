@@ -35,11 +35,21 @@ from trainer.logging import append_jsonl, check_writable, read_jsonl
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     RANKS = ranks()
-    _parser = argparse.ArgumentParser("nodes", allow_abbrev=False, description=__doc__, epilog="Others: main.py's.",
-                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    _parser = argparse.ArgumentParser(
+        "nodes",
+        allow_abbrev=False,
+        description=__doc__,
+        epilog="Others: main.py's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _parser.add_argument("--network", default="", metavar="WORDS", help="what it is, for the rows")
-    _parser.add_argument("--modes", nargs="+", metavar="MODE", help="such as fully_shard hybrid_shard:4, which has 4 "
-                         "replicas (default: all, with every number of replicas)")  # fmt: skip
+    _parser.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        help="such as fully_shard hybrid_shard:4, which has 4 "
+        "replicas (default: all, with every number of replicas)",
+    )
     _parser.add_argument(
         "--mb", nargs="+", type=float, help="sizes for the links, 1e6 bytes of the whole tensor"
     )
@@ -261,8 +271,11 @@ def draw(rows: list[dict], path: str) -> None:
     for ax, network in zip(axes, networks, strict=True):
         own = [row for row in rows if row["network"] == network]
         for at, (label, (color, hatch)) in enumerate(looks.items()):
-            ms = dict(measured=[row["step_ms"] for row in own], simulated=[row["simulated_ms"] for row in own],
-                      predicted=[row["compute_ms"] + row["link_ms"] for row in own])[label]  # fmt: skip
+            ms = dict(
+                measured=[row["step_ms"] for row in own],
+                simulated=[row["simulated_ms"] for row in own],
+                predicted=[row["compute_ms"] + row["link_ms"] for row in own],
+            )[label]
             places = [number + 0.27 * (at - 1) for number in range(len(own))]
             ax.barh(
                 places,

@@ -36,16 +36,32 @@ from trainer.logging import read_jsonl
 ROOT = Path(__file__).parents[2]
 # How often each value comes: as often as it stands here.
 CHOICES = {
-    "depth": (2, 2, 3, 4), "width": (1024, 2048, 4096, 4096), "head_dim": (64, 128), "grouping": (1, 2, 4, 8),
-    "grow": (3, 4), "vocab": (8192, 32768, 65536), "seqlen": (1024, 2048, 4096, 8192), "batch": (1, 2, 4, 8),
-    "grad_accum": (1, 1, 1, 2, 4), "accum_sync": ("every", "every", "last"),
-    "mode": ("fully_shard", "fully_shard", "hybrid_shard", "replicate"), "replicas": (2,),
-    "reshard": (True, True, True, False), "reduce_dtype": ("fp32", "bf16"), "adam_dtype": ("fp32", "fp32", "bf16"),
-    "attn": ("sdpa", "sdpa", "flex"), "ahead": (1.0, 1.0, 0.5, 0.05),
-    "remat": ("none", "mlp", "attn", "both", "block", "pointwise"), "remat_ratio": (1.0, 1.0, 0.5),
-    "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
-    "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
-}  # fmt: skip
+    "depth": (2, 2, 3, 4),
+    "width": (1024, 2048, 4096, 4096),
+    "head_dim": (64, 128),
+    "grouping": (1, 2, 4, 8),
+    "grow": (3, 4),
+    "vocab": (8192, 32768, 65536),
+    "seqlen": (1024, 2048, 4096, 8192),
+    "batch": (1, 2, 4, 8),
+    "grad_accum": (1, 1, 1, 2, 4),
+    "accum_sync": ("every", "every", "last"),
+    "mode": ("fully_shard", "fully_shard", "hybrid_shard", "replicate"),
+    "replicas": (2,),
+    "reshard": (True, True, True, False),
+    "reduce_dtype": ("fp32", "bf16"),
+    "adam_dtype": ("fp32", "fp32", "bf16"),
+    "attn": ("sdpa", "sdpa", "flex"),
+    "ahead": (1.0, 1.0, 0.5, 0.05),
+    "remat": ("none", "mlp", "attn", "both", "block", "pointwise"),
+    "remat_ratio": (1.0, 1.0, 0.5),
+    "remat_norm": (True, True, False),
+    "remat_core": (False, False, True),
+    "mlp": ("plain", "lean"),
+    "mlp_chunk": (0, 4096),
+    "loss": ("full", "chunked"),
+    "chunk": (2048,),
+}
 PEAKS = (
     "plan_peaks_24.jsonl",
     "plan_peaks_23.jsonl",
@@ -58,9 +74,14 @@ SIZES = 4 * 2**30, 80 * 2**30
 A100 = 312e12  # FLOP/s
 # Of the published times: those on which the constants of a100-80 in hardware.toml are fitted.
 FITTED = {
-    "seqlen 1024", "seqlen 16384", "depth 16", "width 8192", "gpus 8 8 1", "mfu sdpa fully_shard 4 4 4096 both 4",
+    "seqlen 1024",
+    "seqlen 16384",
+    "depth 16",
+    "width 8192",
+    "gpus 8 8 1",
+    "mfu sdpa fully_shard 4 4 4096 both 4",
     "small-params 32 128 4 shard",
-}  # fmt: skip
+}
 
 
 def draw(seed: int, settings: int) -> Iterator[list[str]]:
@@ -252,8 +273,10 @@ def published_times(device: str = "A100SXM", gpu: str = "a100-80") -> list[Compa
 def summary(title: str, found: list[Compared]) -> str:
     errors = sorted(abs(each.error) for each in found)
     inside = sum(e <= 0.01 for e in errors)
-    return (f"{title}: {len(errors)} rows, {inside} within 1 %, median {100 * errors[len(errors) // 2]:.2f} %, "
-            f"worst {100 * errors[-1]:.2f} %")  # fmt: skip
+    return (
+        f"{title}: {len(errors)} rows, {inside} within 1 %, median {100 * errors[len(errors) // 2]:.2f} %, "
+        f"worst {100 * errors[-1]:.2f} %"
+    )
 
 
 def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
@@ -312,8 +335,11 @@ def main(own: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m lab.benchmarks.plans", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m lab.benchmarks.plans",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--mfu", action="store_true", help="print the published MFU table, recounted"
     )

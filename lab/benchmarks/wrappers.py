@@ -47,8 +47,11 @@ def check_cells(cells: list[str], rank: int) -> None:
     bad = [cell for cell in cells if parts(cell)[1] not in modes.get(parts(cell)[0], ())]
     bad += [cell for cell in cells if parts(cell)[2] not in ("adamw", "muon", "torch-muon")]
     if bad or not cells:
-        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
-             "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon", rank)  # fmt: skip
+        fail(
+            f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
+            "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon",
+            rank,
+        )
 
 
 def parts(cell: str) -> tuple[str, str, str]:
@@ -75,8 +78,9 @@ class TorchMuon:
         n = len(self.ours.matrices)
         self.ours.adamw.step(grads[n:], bad)
         for p, grad in zip(self.ours.matrices, grads[:n], strict=True):
-            p.grad = DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape,
-                                        stride=p.stride())  # fmt: skip
+            p.grad = DTensor.from_local(
+                grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
         self.theirs.step()
         for p in self.ours.matrices:
             p.grad = None
@@ -146,8 +150,10 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
         fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
-        print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
-              f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}")  # fmt: skip
+        print(
+            f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
+            f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}"
+        )
     shutdown()
     return 0
 

@@ -27,16 +27,36 @@ WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
 # block sees all keys; the others of the classes' own defaults where a config.json may leave out the key.
 KINDS = {
-    "llama": {}, "mistral": {}, "phi3": {}, "smollm3": dict(tied=True), "qwen2": dict(bias=True),
-    "qwen3": dict(head_dim=128, qk_norms="head"), "olmo2": dict(qk_norms="whole"),
-    "mixtral": dict(experts=True), "qwen3_moe": dict(experts=True, qk_norms="head"),
-    "gpt_oss": dict(experts=True, every=2, defaults=dict(attention_bias=True, head_dim=64, sliding_window=128)),
+    "llama": {},
+    "mistral": {},
+    "phi3": {},
+    "smollm3": dict(tied=True),
+    "qwen2": dict(bias=True),
+    "qwen3": dict(head_dim=128, qk_norms="head"),
+    "olmo2": dict(qk_norms="whole"),
+    "mixtral": dict(experts=True),
+    "qwen3_moe": dict(experts=True, qk_norms="head"),
+    "gpt_oss": dict(
+        experts=True, every=2, defaults=dict(attention_bias=True, head_dim=64, sliding_window=128)
+    ),
     "deepseek_v3": dict(experts=True, needed=LATENT),
     "gemma2": dict(norms=4, tied=True, every=2, defaults=dict(head_dim=256)),
-    "gemma3_text": dict(norms=4, qk_norms="head", tied=True, every=6, defaults=dict(
-        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256)),
-}  # fmt: skip
+    "gemma3_text": dict(
+        norms=4,
+        qk_norms="head",
+        tied=True,
+        every=6,
+        defaults=dict(
+            vocab_size=262208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -136,8 +156,11 @@ class Architecture:
         found: Counter = Counter()
         for shape in self.attention_shapes:
             found[shape] += self.depth
-        mlps = ((self.hidden, sparse * mlps_of_a_block), (self.shared, sparse),
-                (self.dense_hidden, self.dense_blocks))  # fmt: skip
+        mlps = (
+            (self.hidden, sparse * mlps_of_a_block),
+            (self.shared, sparse),
+            (self.dense_hidden, self.dense_blocks),
+        )
         for hidden, count in mlps:
             found[hidden, D] += (1 + self.gated) * count
             found[D, hidden] += count
@@ -189,10 +212,19 @@ def reference(c) -> Architecture:
     heads = c.width // c.head_dim
     gated = costs.gated(c)
     return Architecture(
-        "reference", c.depth, c.width, heads, heads // c.grouping, c.head_dim, c.grow * c.width, c.vocab,
-        gated=gated, biases=0 if gated else (c.grow + 1) * c.width, norms=(2 if gated else 4) * c.width,
+        "reference",
+        c.depth,
+        c.width,
+        heads,
+        heads // c.grouping,
+        c.head_dim,
+        c.grow * c.width,
+        c.vocab,
+        gated=gated,
+        biases=0 if gated else (c.grow + 1) * c.width,
+        norms=(2 if gated else 4) * c.width,
         final_norm=(1 if gated else 2) * c.width,
-    )  # fmt: skip
+    )
 
 
 def read(path: str) -> Architecture:
@@ -285,13 +317,30 @@ def architecture(config: dict, name: str = "model") -> Architecture:
         F = F1
         more["dense_blocks"] = dense
     if "every" in own:
-        more |= dict(window=size(config, "sliding_window", 4096, least=0),
-                     every=size(config, "sliding_window_pattern", own["every"]))  # fmt: skip
+        more |= dict(
+            window=size(config, "sliding_window", 4096, least=0),
+            every=size(config, "sliding_window_pattern", own["every"]),
+        )
     elif config.get("sliding_window") and (kind in WINDOWED or config.get("use_sliding_window")):
         more |= dict(window=size(config, "sliding_window"))
     tied = config.get("tie_word_embeddings", own.get("tied", False))
-    return Architecture(name, L, D, H, K, d, F, V, gated=True, tied=bool(tied), biases=biases, norms=norms,
-                        final_norm=D, note=note, **more)  # fmt: skip
+    return Architecture(
+        name,
+        L,
+        D,
+        H,
+        K,
+        d,
+        F,
+        V,
+        gated=True,
+        tied=bool(tied),
+        biases=biases,
+        norms=norms,
+        final_norm=D,
+        note=note,
+        **more,
+    )
 
 
 def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> int:

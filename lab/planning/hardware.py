@@ -59,11 +59,23 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
         else scaled
     )
     return Gpu(
-        name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
-        2**20 * own["memory_mib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
-        "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
-        own.get("like", name), limited=limited,
-    )  # fmt: skip
+        name,
+        1e12 * own["tflops"],
+        1e12 * flops * reached["products"],
+        1e12 * memory * reached["tb_per_s"],
+        2**20 * own["memory_mib"],
+        own["sms"],
+        rates,
+        1e-6 * reached["floor_us"],
+        scaled,
+        own["arch"],
+        own["link"],
+        "" if scaled else reached.get("serial_link", ""),
+        tuple(reached["error"]),
+        reached["source"],
+        own.get("like", name),
+        limited=limited,
+    )
 
 
 def field_data() -> dict[str, dict]:
@@ -85,9 +97,14 @@ def field(gpu: Gpu, eager: bool, found: dict[str, float] | None = None) -> Gpu:
     rates = {
         kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()
     }
-    return gpu._replace(products=of("products") * gpu.products, bandwidth=of("memory") * gpu.bandwidth, attention=rates,
-                        floor=floor, passes=found["eager passes"] if eager else 1.0,
-                        straggling=found["straggling"])  # fmt: skip
+    return gpu._replace(
+        products=of("products") * gpu.products,
+        bandwidth=of("memory") * gpu.bandwidth,
+        attention=rates,
+        floor=floor,
+        passes=found["eager passes"] if eager else 1.0,
+        straggling=found["straggling"],
+    )
 
 
 class Sample(NamedTuple):
@@ -193,8 +210,12 @@ def spread(found: Sequence[Sample], most: int = MOST) -> list[Sample]:
     return [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
 
 
-def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = (),
-              predict: Callable[[Sample, Gpu], float] = predicted_ms) -> Fit:  # fmt: skip
+def calibrate(
+    found: Sequence[Sample],
+    start: Gpu,
+    fit_on: Sequence[Sample] = (),
+    predict: Callable[[Sample, Gpu], float] = predicted_ms,
+) -> Fit:
     """Constants of a GPU that come nearest to the samples `fit_on` (default: those ALONE, or seven of them): coordinate
     descent on the squares of relative errors, from those of `start`, within what the device states."""
     chosen = list(fit_on) or [s for s in found if s.name.endswith(ALONE)] or spread(found)
@@ -202,10 +223,18 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
     names = ["products", "bandwidth", "floor", *(["flex"] if len(kernels) > 1 else []), "attention"]
 
     def made(x: dict[str, float]) -> Gpu:
-        rates = {k: tuple(v * x["attention"] * (x.get("flex", 1.0) if k == "flex" else 1.0) for v in pair)
-                 for k, pair in start.attention.items()}  # fmt: skip
-        return start._replace(products=start.products * x["products"], bandwidth=start.bandwidth * x["bandwidth"],
-                              floor=start.floor * x["floor"], attention=rates)  # fmt: skip
+        rates = {
+            k: tuple(
+                v * x["attention"] * (x.get("flex", 1.0) if k == "flex" else 1.0) for v in pair
+            )
+            for k, pair in start.attention.items()
+        }
+        return start._replace(
+            products=start.products * x["products"],
+            bandwidth=start.bandwidth * x["bandwidth"],
+            floor=start.floor * x["floor"],
+            attention=rates,
+        )
 
     def loss(x: dict[str, float]) -> float:
         return sum((predict(s, made(x)) / s.ms - 1) ** 2 for s in chosen)

@@ -11,18 +11,23 @@ from trainer.distributed.terminal import grouped, put
 PEAK_ERROR = 0.01, 1.9, 67
 GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
 RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl
-    "compiled, one rank": (1.05, 1.08, 15), "compiled, several ranks": (1.11, 1.26, 13), "eager": (1.19, 1.33, 2),
-}  # fmt: skip
+    "compiled, one rank": (1.05, 1.08, 15),
+    "compiled, several ranks": (1.11, 1.26, 13),
+    "eager": (1.19, 1.33, 2),
+}
 NODE, RACK = 8, 72  # GPUs that one NVLink domain has, of a usual node and of an NVL72
 HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, error %, MFU %, EXTRAPOLATED"
 
 
 def kind_of(q: Question) -> str:
     """What an answer has in common with the published runs that say how far off it is."""
-    return ", ".join((
-        "eager" if q.c.compile == "none" else "compiled", "scaled GPU" if q.gpu.scaled else "measured GPU",
-        "several nodes" if q.ranks > q.per_node else "one node",
-    ))  # fmt: skip
+    return ", ".join(
+        (
+            "eager" if q.c.compile == "none" else "compiled",
+            "scaled GPU" if q.gpu.scaled else "measured GPU",
+            "several nodes" if q.ranks > q.per_node else "one node",
+        )
+    )
 
 
 def reserved(c, ranks: int) -> tuple[float, float, int]:
@@ -109,9 +114,11 @@ def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
     t = answer.time
     error = bar(q)
     within = f"+-{100 * error[1]:.0f}" if error else "not known"
-    return (f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
-            f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
-            f"{'yes' if doubts(q, answer.peak.nbytes) else 'no'}")  # fmt: skip
+    return (
+        f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
+        f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
+        f"{'yes' if doubts(q, answer.peak.nbytes) else 'no'}"
+    )
 
 
 def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[str]:
@@ -124,15 +131,21 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     if a.experts:
         text[0] += f", {grouped(a.active_parameters)} active"
     text += [f"note: {a.note}"] * bool(a.note)
-    text.append(f"{q.ranks} x {q.gpu.name}, {c.batch} x {grouped(c.seqlen)} tokens a rank and micro-batch, "
-                f"{grouped(q.ranks * c.batch * c.grad_accum * c.seqlen)} tokens a step")  # fmt: skip
+    text.append(
+        f"{q.ranks} x {q.gpu.name}, {c.batch} x {grouped(c.seqlen)} tokens a rank and micro-batch, "
+        f"{grouped(q.ranks * c.batch * c.grad_accum * c.seqlen)} tokens a step"
+    )
     fits = answer.peak.nbytes <= limit
-    text.append(f"peak {mib(answer.peak.nbytes)} MiB: {'fits' if fits else 'DOES NOT FIT'} in {mib(limit)} "
-                f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}")  # fmt: skip
+    text.append(
+        f"peak {mib(answer.peak.nbytes)} MiB: {'fits' if fits else 'DOES NOT FIT'} in {mib(limit)} "
+        f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}"
+    )
     if limit < answer.peak.nbytes <= q.gpu.memory:
         beyond, rows = hardware.field_data()["ran"]["beyond_limit"]
-        text.append(f"that is within the reserve, which is an allowance: {beyond} of {rows} published runs, "
-                    "all of which ran, is planned as close to the memory")  # fmt: skip
+        text.append(
+            f"that is within the reserve, which is an allowance: {beyond} of {rows} published runs, "
+            "all of which ran, is planned as close to the memory"
+        )
     text += [
         f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19
     ]
@@ -155,8 +168,10 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     ]
     if t.exposed > t.seconds / 2:
         text.append("bound by communication")
-    text.append("  ".join(f"{name} {value:.1f} %" for name, value in mfu(q, answer).items())
-                + f" of {q.gpu.peak / 1e12:g} TFLOP/s")  # fmt: skip
+    text.append(
+        "  ".join(f"{name} {value:.1f} %" for name, value in mfu(q, answer).items())
+        + f" of {q.gpu.peak / 1e12:g} TFLOP/s"
+    )
     if tokens:
         hours = tokens / answer.tokens_per_second / 3600
         bill = f", cost {small(hours * q.ranks * price)}" if price else ""
@@ -212,8 +227,14 @@ def draw(front: list[Answer], path: str, limit: float) -> None:
 
         plot = Figure(figsize=(6, 4), layout="constrained")
         ax = plot.subplots()
-        ax.step([each.peak.nbytes / 2**20 for each in front], [1e3 * each.time.seconds for each in front],
-                where="post", marker="o", color="black", label="nothing planned is better in both")  # fmt: skip
+        ax.step(
+            [each.peak.nbytes / 2**20 for each in front],
+            [1e3 * each.time.seconds for each in front],
+            where="post",
+            marker="o",
+            color="black",
+            label="nothing planned is better in both",
+        )
         ax.axvline(limit / 2**20, linestyle="--", color="0.5", label=f"what fits: {mib(limit)} MiB")
         ax.set(xlabel="peak MiB of a rank, predicted", ylabel="ms a step, predicted")
         ax.legend()

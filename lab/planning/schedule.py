@@ -150,6 +150,7 @@ class Step(Weights):
         return min(self.c.mlp_chunk or self.n, self.n) / self.n
 
     def lean_forward(self, i: int, w: str) -> None:
+        """The lean MLP of block `i`, whose weights are those of `w`."""
         D = self.a.width
         reads = [*self.inputs(i), f"o{i}", self.weight(w, "up"), self.weight(w, "down")]
         work = (
@@ -157,8 +158,13 @@ class Step(Weights):
             ("mm", self.n, self.fan, D),
             ("bytes", 6 * self.U + 2 * self.F),
         )
-        self.op("lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
-                inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
+        self.op(
+            "lean MLP",
+            reads,
+            self.make(f"x{i + 1}", self.U, own=True),
+            inside=self.rows() * (2 * self.U + self.F),
+            work=work,
+        )
 
     def loss(self) -> None:
         """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
@@ -176,8 +182,12 @@ class Step(Weights):
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
         made = [self.make("gx", self.U, own=True)]
         made += [self.make("gw", self.head * self.p, own=True)] * (not self.lora)
-        work = (("mm", self.n, D, V), ("mm", self.n, V, D), *[("mm", V, self.n, D)] * (not self.lora),
-                ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
+        work = (
+            ("mm", self.n, D, V),
+            ("mm", self.n, V, D),
+            *[("mm", V, self.n, D)] * (not self.lora),
+            ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows),
+        )
         self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
 
     def in_fp32(self, name: str) -> Make:

@@ -33,11 +33,21 @@ from trainer.distributed.terminal import fail
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat block:RATIO
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear
-    dict(adam_dtype="bf16"), dict(ahead=0.05), dict(reshard=True), dict(mode="fully_shard"), dict(accum_sync="every"),
-    dict(remat="pointwise"), dict(remat="mlp"), dict(remat="both"), dict(remat="block"), dict(loss="chunked"),
-    dict(mlp="lean"), dict(mlp="lean", mlp_chunk=4096), dict(remat="block", mlp="lean", loss="chunked"),
+    dict(adam_dtype="bf16"),
+    dict(ahead=0.05),
+    dict(reshard=True),
+    dict(mode="fully_shard"),
+    dict(accum_sync="every"),
+    dict(remat="pointwise"),
+    dict(remat="mlp"),
+    dict(remat="both"),
+    dict(remat="block"),
+    dict(loss="chunked"),
+    dict(mlp="lean"),
+    dict(mlp="lean", mlp_chunk=4096),
+    dict(remat="block", mlp="lean", loss="chunked"),
     dict(remat="block", remat_core=True, mlp="lean", mlp_chunk=4096, loss="chunked", ahead=0.05),
-]  # fmt: skip
+]
 
 
 class Answer(NamedTuple):
@@ -222,8 +232,12 @@ def estimate(q: Question) -> Estimate:
     if deep <= 2 * few[1]:
         answer = q.answer()
         return Estimate(answer.peak.nbytes, answer.time.seconds, q)
-    found = [replace(q, a=replace(q.a, depth=d, dense_blocks=min(q.a.dense_blocks, 1))).with_flags(depth=d).answer()
-             for d in few]  # fmt: skip
+    found = [
+        replace(q, a=replace(q.a, depth=d, dense_blocks=min(q.a.dense_blocks, 1)))
+        .with_flags(depth=d)
+        .answer()
+        for d in few
+    ]
     low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in found)
     grown = (deep - few[0]) / (few[1] - few[0])
     return Estimate(*(x + grown * (y - x) for x, y in zip(low[:2], high[:2], strict=True)), q)
@@ -365,8 +379,15 @@ def written(value: float | str) -> str:
 
 def checked(own: Plan) -> Plan:
     """Ends the process with exit code 2 and one line for a number that is none of these flags."""
-    for name, low in (("gpus", 1), ("nodes", 1), ("reserve_gib", 0), ("tokens", 0), ("price", 0),
-                      ("watts", 0), ("lora", 0)):  # fmt: skip
+    for name, low in (
+        ("gpus", 1),
+        ("nodes", 1),
+        ("reserve_gib", 0),
+        ("tokens", 0),
+        ("price", 0),
+        ("watts", 0),
+        ("lora", 0),
+    ):
         value = getattr(own, name)
         if not low <= value < 1e18:
             wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
@@ -406,8 +427,11 @@ def two_questions(own: Plan, words: Sequence[str]) -> str | None:
         if others := [*others, *named(words)]:
             return f"{flag(others[0])}: --calibrate reads the settings of its rows, and --gpu; leave it out"
     single = not kinds
-    for name, wanted, reason in (("plot", own.best, "--best"), ("price", own.tokens, "--tokens"),
-                                 ("tokens", single, "a single plan")):  # fmt: skip
+    for name, wanted, reason in (
+        ("plot", own.best, "--best"),
+        ("price", own.tokens, "--tokens"),
+        ("tokens", single, "a single plan"),
+    ):
         if (value := getattr(own, name)) and not wanted:
             return f"{flag(name)} {written(value)}: is for {reason}"
     shape = {f.name for f in fields(flags.Shape)}

@@ -83,9 +83,13 @@ def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -
     waves = tiles / gpu.sms
     steps = waves * (inner + START)
     if waves < 2:  # a tile may be the sum of several parts of `inner`, each on an SM of its own
-        steps = min(math.ceil(waves) * (inner + START), *(
-            math.ceil(waves * parts) * (max(inner / parts, DEEP) + START) for parts in (2, 3, 4, 6, 8, 16)
-        ))  # fmt: skip
+        steps = min(
+            math.ceil(waves) * (inner + START),
+            *(
+                math.ceil(waves * parts) * (max(inner / parts, DEEP) + START)
+                for parts in (2, 3, 4, 6, 8, 16)
+            ),
+        )
     flops = 2 * steps * gpu.sms * TILE[0] * TILE[1]
     nbytes = size * (rows * inner + inner * cols + rows * cols)
     return max(flops / gpu.products, nbytes / gpu.bandwidth, gpu.floor)
@@ -188,8 +192,16 @@ class Node(NamedTuple):
     port: Link
 
 
-def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None,
-              tape: Tape | None = None, node: Node | None = None) -> Time:  # fmt: skip
+def step_time(
+    c,
+    ranks: int,
+    a: Architecture,
+    gpu: Gpu,
+    link: Link,
+    across: Link | None = None,
+    tape: Tape | None = None,
+    node: Node | None = None,
+) -> Time:
     """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
     if it is there already. node: where ranks are of several."""
     serial = "plain" in c.compile_options
@@ -259,6 +271,8 @@ def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
     seconds = 0.0
     for (m, n), count in shapes.items():
         each = m * n * count * SIZE[c.muon_dtype] / shards / ranks  # to one rank
-        seconds += max(node.inside.seconds("all_to_all", each * near, near),
-                       node.port.seconds("send", each * (ranks - near), ranks - near + 1))  # fmt: skip
+        seconds += max(
+            node.inside.seconds("all_to_all", each * near, near),
+            node.port.seconds("send", each * (ranks - near), ranks - near + 1),
+        )
     return (1 + (shards > 1)) * seconds

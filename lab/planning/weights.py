@@ -54,8 +54,12 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     stored = SIZE[getattr(c, "master_dtype", "fp32")]
     own = trained(c, a)
     frozen = a.parameters if own < a.parameters else 0
-    base = {PARAMETERS: stored * own / shards, FROZEN: min(stored, a.stored) * frozen / shards,
-            MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
+    base = {
+        PARAMETERS: stored * own / shards,
+        FROZEN: min(stored, a.stored) * frozen / shards,
+        MOMENTS: moment_bytes(c, a) / shards,
+        ALLOWANCE: CUBLAS_MIB[arch] * 2**20,
+    }
     if c.accum_sync == "last":
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
         shards = 1

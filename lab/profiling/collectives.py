@@ -207,8 +207,12 @@ def saved(gm: fx.GraphModule) -> dict[str, int]:
     kinds = dict.fromkeys(("gathered", "products", "attention", "other", "inputs"), 0)
     output = gm.graph.output_node()
     returned = output.meta.get("user_visible_output_idxs", ())
-    for key in {key for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and i not in returned
-                for key, _ in _storage(n)}:  # fmt: skip
+    for key in {
+        key
+        for i, n in enumerate(output.args[0])
+        if isinstance(n, fx.Node) and i not in returned
+        for key, _ in _storage(n)
+    }:
         n, size = origin[key]
         attention = "attention" in str(n.target)
         kind = (
@@ -255,8 +259,13 @@ def of_step(
     step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype
 ) -> Graphs:
     """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
-    arguments = dict(loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), step=(tokens, tokens), gather=(),
-                     block=block[0])  # fmt: skip
+    arguments = dict(
+        loss=(tokens, tokens, torch.tensor(1.0)),
+        model=(tokens,),
+        step=(tokens, tokens),
+        gather=(),
+        block=block[0],
+    )
     if whole := step.whole_weights:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
         arguments["reduce"] = (
@@ -396,8 +405,10 @@ def main(target: str | None, world: int, c: flags.Config) -> int:
         target
         or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
     )
-    print(f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
-          f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}")  # fmt: skip
+    print(
+        f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
+        f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}"
+    )
     print("\n".join(report(model, graphs, c.grad_accum)))
     dist.destroy_process_group()
     return 0

@@ -14,9 +14,12 @@ from trainer.distributed.terminal import fail
 def tool(name: str, doc: str) -> argparse.ArgumentParser:
     """The parser of a command that takes main.py's flags beside its own: `python -m NAME`, about simulated ranks."""
     parser = argparse.ArgumentParser(
-        f"python -m {name}", description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"python -m {name}",
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other flags are main.py's: python main.py --help lists them.",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)"
     )

@@ -130,18 +130,42 @@ def pretend(arch: str) -> None:
     name, processors, mib, shared, cache = ARCHS[arch]
     capability = divmod(int(arch.removeprefix("sm_")), 10)
     about = types.SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, warp_size=32,
-        total_memory=mib * 2**20, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024, shared_memory_per_block=49152, shared_memory_per_block_optin=shared,
-        shared_memory_per_multiprocessor=shared + 1024, L2_cache_size=cache * 2**20, gcnArchName="",
-    )  # fmt: skip
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=processors,
+        warp_size=32,
+        total_memory=mib * 2**20,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=shared + 1024,
+        L2_cache_size=cache * 2**20,
+        gcnArchName="",
+    )
     answers = dict(
-        is_available=True, device_count=1, current_device=0, init=None, _lazy_init=None, is_initialized=False,
-        get_device_properties=about, get_device_capability=capability, get_device_name=name, is_bf16_supported=True,
-        synchronize=None, set_device=None, mem_get_info=(about.total_memory,) * 2, get_arch_list=[arch],
-        _exchange_device=0, _maybe_exchange_device=0, is_current_stream_capturing=False,
-        get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None,
-    )  # fmt: skip
+        is_available=True,
+        device_count=1,
+        current_device=0,
+        init=None,
+        _lazy_init=None,
+        is_initialized=False,
+        get_device_properties=about,
+        get_device_capability=capability,
+        get_device_name=name,
+        is_bf16_supported=True,
+        synchronize=None,
+        set_device=None,
+        mem_get_info=(about.total_memory,) * 2,
+        get_arch_list=[arch],
+        _exchange_device=0,
+        _maybe_exchange_device=0,
+        is_current_stream_capturing=False,
+        get_rng_state=torch.zeros(16, dtype=torch.uint8),
+        set_rng_state=None,
+    )
     for question, answer in answers.items():
         replies = staticmethod(lambda *_, answer=answer, **__: answer)
         for asked in (torch.cuda, CudaInterface, CudaInterface.Worker):
@@ -248,10 +272,15 @@ def _loaded(name: str, module: types.ModuleType, graph) -> Code:
         return torch.as_strided(t, size, stride, t.storage_offset() + offset)
 
     vars(module).update(
-        empty_strided_cuda=empty, empty_strided_cpu=empty, reinterpret_tensor=view, get_raw_stream=lambda _: 0,
-        assert_size_stride=lambda *_: None, assert_alignment=lambda *_: None, copy_if_misaligned=lambda t: t,
+        empty_strided_cuda=empty,
+        empty_strided_cpu=empty,
+        reinterpret_tensor=view,
+        get_raw_stream=lambda _: 0,
+        assert_size_stride=lambda *_: None,
+        assert_alignment=lambda *_: None,
+        copy_if_misaligned=lambda t: t,
         device=lambda *_, **__: torch.device("cpu"),
-    )  # fmt: skip
+    )
     origins = {}
     for buffer in graph.buffers:
         nodes = [*getattr(buffer, "origins", ())]

@@ -67,8 +67,12 @@ def without_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m lab.profiling.upstream", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m lab.profiling.upstream",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("how", choices=("manual", "automatic"))
     parser.add_argument("program", help="such as lab.benchmarks.collectives; its flags follow")
     own = parser.parse_args(sys.argv[1:3])

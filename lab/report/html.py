@@ -51,8 +51,13 @@ def table(text: str) -> str:
     titles = "".join(
         f"<th{kind}>{inline(title)}</th>" for kind, title in zip(kinds, head, strict=True)
     )
-    return "\n".join([f"<table><thead><tr>{titles}</tr></thead><tbody>", *(f"<tr>{row}</tr>" for row in rows),
-                      "</tbody></table>"])  # fmt: skip
+    return "\n".join(
+        [
+            f"<table><thead><tr>{titles}</tr></thead><tbody>",
+            *(f"<tr>{row}</tr>" for row in rows),
+            "</tbody></table>",
+        ]
+    )
 
 
 def figure(path: Path) -> str:

@@ -33,11 +33,23 @@ MOST = 100
 SETTINGS = 20
 NAMED = 40
 matplotlib.rcParams |= {
-    "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7,
-    "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
-    "lines.linewidth": 1, "lines.markersize": 4, "hatch.linewidth": 0.5, "errorbar.capsize": 1.5,
-    "legend.handlelength": 2.6, "savefig.format": "png",
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1,
+    "lines.markersize": 4,
+    "hatch.linewidth": 0.5,
+    "errorbar.capsize": 1.5,
+    "legend.handlelength": 2.6,
+    "savefig.format": "png",
+}
 COLORS = ("black", "#d55e00", "#0072b2", "#009e73", "0.55", "#cc79a7")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*<>hp"
@@ -45,20 +57,39 @@ FACES = ("0.7", "white", "0.9", "0.5")
 HATCHES = ("", "/////", ".....", "xxxxx", "-----")
 WORDS = {
     "attn": {"flex": "FlexAttention", "sdpa": "SDPA"},
-    "compile": {"none": "eager", "blocks": "compiled blocks", "model": "compiled model", "fwdbwd": "compiled fwd + bwd",
-                "step": "compiled step"},
-    "remat": {"none": "no recomputation", "mlp": "MLP recomputed", "attn": "attention recomputed",
-              "both": "MLP, attention recomputed", "block": "blocks recomputed", "pointwise": "pointwise recomputed"},
+    "compile": {
+        "none": "eager",
+        "blocks": "compiled blocks",
+        "model": "compiled model",
+        "fwdbwd": "compiled fwd + bwd",
+        "step": "compiled step",
+    },
+    "remat": {
+        "none": "no recomputation",
+        "mlp": "MLP recomputed",
+        "attn": "attention recomputed",
+        "both": "MLP, attention recomputed",
+        "block": "blocks recomputed",
+        "pointwise": "pointwise recomputed",
+    },
     "mode": {"fully_shard": "sharded", "replicate": "replicated", "hybrid_shard": "hybrid"},
     "wrapper": {"simple": "SimpleFSDP", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no wrapper"},
-    "loss": {"full": "full loss", "chunked": "chunked loss"}, "mlp": {"lean": "lean MLP", "plain": "plain MLP"},
-    "compile_options": {"()": "overlap.py", "plain": "without overlap.py",
-                        "allow_buffer_reuse=False": "no reuse of buffers"},
+    "loss": {"full": "full loss", "chunked": "chunked loss"},
+    "mlp": {"lean": "lean MLP", "plain": "plain MLP"},
+    "compile_options": {
+        "()": "overlap.py",
+        "plain": "without overlap.py",
+        "allow_buffer_reuse=False": "no reuse of buffers",
+    },
     "way": {"whole": "DDP", "sharded": "ZeRO-1", "fully_shard": "FSDP"},
     "small": {"replicate": "small ones replicated", "shard": "all sharded"},
-}  # fmt: skip
-NAMES = {"lr": "learning rate", "reduce_dtype": "gradients reduced in", "mlp_chunk": "MLP in chunks of",
-         "cuda_graph": "CUDA graph"}  # fmt: skip
+}
+NAMES = {
+    "lr": "learning rate",
+    "reduce_dtype": "gradients reduced in",
+    "mlp_chunk": "MLP in chunks of",
+    "cuda_graph": "CUDA graph",
+}
 
 
 class NoFigure(ValueError):
@@ -252,8 +283,12 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
         file = f"{name}-{'gpu' if gpu else 'cpu'}"
         show = lines if line else draw_bars
         keys = dict(enumerate(dict.fromkeys(key for key, *_ in some)))
-        settings = [dict(zip(names, key, strict=True)) if names else sweep.given(sweep.parse(shlex.split(key[0]))[1])
-                    for key in keys.values()]  # fmt: skip
+        settings = [
+            dict(zip(names, key, strict=True))
+            if names
+            else sweep.given(sweep.parse(shlex.split(key[0]))[1])
+            for key in keys.values()
+        ]
         labels = (
             "ranks"
             if name == "gpus"
@@ -300,8 +335,17 @@ def lines(
                     across = ax.get_xaxis_transform()
                     side = 1 - 2 * (x > middle)
                     ax.plot([x], [low], "x", color=color, transform=across)
-                    ax.annotate(p.outcome[:12], (x, low), (4 * side, 0), xycoords=across, textcoords="offset points",
-                                color=color, ha="left" if side > 0 else "right", va="center", fontsize=6)  # fmt: skip
+                    ax.annotate(
+                        p.outcome[:12],
+                        (x, low),
+                        (4 * side, 0),
+                        xycoords=across,
+                        textcoords="offset points",
+                        color=color,
+                        ha="left" if side > 0 else "right",
+                        va="center",
+                        fontsize=6,
+                    )
         ax.set(xscale="log", yscale="log", ylabel=textwrap.fill(words, 24))
         ax.margins(0.08, 0.12)
         ax.set_xticks(
@@ -340,9 +384,20 @@ def draw_bars(
         page = {
             x: int(end // PAGE) for x, end in zip(texts, accumulate(room.values()), strict=True)
         }
-        return [path for n in dict.fromkeys(page.values()) for path in draw_bars(
-            f"{file}-{n + 1}", {name: {x: p for x, p in curve.items() if page[x] == n} for name, curve in made.items()},
-            shown, {x: text for x, text in labels.items() if page[x] == n}, folder)]  # fmt: skip
+        return [
+            path
+            for n in dict.fromkeys(page.values())
+            for path in draw_bars(
+                f"{file}-{n + 1}",
+                {
+                    name: {x: p for x, p in curve.items() if page[x] == n}
+                    for name, curve in made.items()
+                },
+                shown,
+                {x: text for x, text in labels.items() if page[x] == n},
+                folder,
+            )
+        ]
     places = {x: end - room[x] / 2 for x, end in zip(texts, accumulate(room.values()), strict=True)}
     plot = column(0.85 + sum(room.values()) + 0.15 * len(made))
     axes = plot.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -359,8 +414,15 @@ def draw_bars(
                 if value := (p.low or p.ms) if key == "ms" else getattr(p, key):
                     # The largest would squeeze all others.
                     ends = [[0], [p.ms - value]] if key == "ms" else None
-                    handles[name] = ax.barh(at, value, 0.115, xerr=ends, error_kw=dict(linewidth=0.7), linewidth=0.5,
-                                            **how)  # fmt: skip
+                    handles[name] = ax.barh(
+                        at,
+                        value,
+                        0.115,
+                        xerr=ends,
+                        error_kw=dict(linewidth=0.7),
+                        linewidth=0.5,
+                        **how,
+                    )
                 elif p.outcome not in ("", "ok"):
                     ax.annotate(
                         p.outcome[:14],
@@ -374,8 +436,13 @@ def draw_bars(
             if has := [
                 (getattr(p, key), places[x]) for x, p in made[name].items() if getattr(p, key)
             ]:
-                [handles[name]] = ax.plot(*zip(*has, strict=True), "Dv^s"[number % 4], color="black", markersize=4,
-                                          markerfacecolor="white")  # fmt: skip
+                [handles[name]] = ax.plot(
+                    *zip(*has, strict=True),
+                    "Dv^s"[number % 4],
+                    color="black",
+                    markersize=4,
+                    markerfacecolor="white",
+                )
         ax.margins(x=0.08)
         ax.set(xlabel=textwrap.fill(words, 18), ylim=(sum(room.values()), 0))
         ax.set_xlim(left=0)
@@ -439,8 +506,14 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
         for i, (at, text) in enumerate(zip(named, texts, strict=True)):
             # none: a mark behind another is seen.
             face = "none" if i < len(MARKERS) else COLORS[i % len(COLORS)]
-            [handles[text]] = ax.plot(*points[at], MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)],
-                                       markerfacecolor=face, markersize=5.5, linestyle="none")  # fmt: skip
+            [handles[text]] = ax.plot(
+                *points[at],
+                MARKERS[i % len(MARKERS)],
+                color=COLORS[i % len(COLORS)],
+                markerfacecolor=face,
+                markersize=5.5,
+                linestyle="none",
+            )
         if others := [point for i, point in enumerate(points) if i not in named]:
             # As an image: in an SVG each dot of thousands would be an element.
             [dots] = ax.plot(
@@ -481,8 +554,10 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
             "no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)"
         )
     texts = wording([setting(row) for row, _ in found])
-    texts = [text if texts.count(text) == 1 else f"{text} {row.get('run', i)}".strip() for i, (text, (row, _)) in
-             enumerate(zip(texts, found, strict=True))]  # fmt: skip
+    texts = [
+        text if texts.count(text) == 1 else f"{text} {row.get('run', i)}".strip()
+        for i, (text, (row, _)) in enumerate(zip(texts, found, strict=True))
+    ]
     over = "tokens" if all("tokens" in s for _, steps in found for s in steps) else "step"
     plot = column(2.4 + 0.15 * len(found))
     ax = plot.subplots()
@@ -498,8 +573,9 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
         ax.plot(
             *zip(*tested, strict=True), mark, color=color, markerfacecolor="white"
         ) if tested else None
-        [handles[textwrap.fill(text or "the run", 48)]] = ax.plot([], [], marker=mark, linestyle=line, color=color,
-                                                                  markerfacecolor="white")  # fmt: skip
+        [handles[textwrap.fill(text or "the run", 48)]] = ax.plot(
+            [], [], marker=mark, linestyle=line, color=color, markerfacecolor="white"
+        )
         held |= bool(tested)
     ax.set(xlabel="tokens" if over == "tokens" else "steps", ylabel="loss (nats per token)")
     ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
@@ -570,8 +646,12 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
     }
     plot = Figure(figsize=(6.5, 4.4), layout="constrained")
     handles = {}
-    for ax, row, name in zip(plot.subplots(2, 1, sharex=True, height_ratios=(8, 4)), (shown[True], shown[False]), names,
-                             strict=True):  # fmt: skip
+    for ax, row, name in zip(
+        plot.subplots(2, 1, sharex=True, height_ratios=(8, 4)),
+        (shown[True], shown[False]),
+        names,
+        strict=True,
+    ):
         before = 0
         found = []
         for part, graph in row["graphs"].items():
@@ -579,8 +659,13 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
                 (before + start, gap, kind, mib)
                 for kind, start, gap, mib, _ in graph["collectives"]
             ]
-            ax.text(before + graph["products"] / 2, -1, f"{part.split(', ')[-1]}: {graph['products']} products",
-                    ha="center", va="center")  # fmt: skip
+            ax.text(
+                before + graph["products"] / 2,
+                -1,
+                f"{part.split(', ')[-1]}: {graph['products']} products",
+                ha="center",
+                va="center",
+            )
             ax.barh(
                 -1,
                 graph["products"] - 0.2,

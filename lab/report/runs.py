@@ -15,8 +15,11 @@ from trainer.distributed.spelling import flag, folded
 from trainer.distributed.terminal import grouped
 
 # What is drawn of rows: of memory the first that any has. Key of ours, field of a Point, words for an axis.
-MEMORY = (("simulated_mib", "simulated peak memory"), ("peak_alloc_mib", "peak allocated memory"),
-          ("peak_rss_mib", "peak resident memory"))  # fmt: skip
+MEMORY = (
+    ("simulated_mib", "simulated peak memory"),
+    ("peak_alloc_mib", "peak allocated memory"),
+    ("peak_rss_mib", "peak resident memory"),
+)
 
 
 def loss(rows: list[dict]) -> tuple[list[dict], Columns]:

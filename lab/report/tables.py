@@ -370,8 +370,10 @@ def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
     columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
     columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
-    columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows])
-                for name, key in (("computation", "compute_ms"), ("links", "link_ms"))]  # fmt: skip
+    columns += [
+        (f"{name} ms", [grouped(row[key], 1) for row in rows])
+        for name, key in (("computation", "compute_ms"), ("links", "link_ms"))
+    ]
     for title, parts in (
         ("predicted", ("compute_ms", "link_ms")),
         ("simulated", ("simulated_ms",)),
@@ -412,11 +414,25 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 # Where there is no row for wrappers or attention, they are the axes of that name.
-LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
-           "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
-           "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
-           "runs": runs, "sent": sent, "fit": fit,
-           "nodes-links": nodes_links, "nodes": nodes, "versions": versions}  # fmt: skip
+LAYOUTS = {
+    "compile": compile_modes,
+    "ladder": ladder,
+    "compile-depth": compile_depth,
+    "baselines": baselines,
+    "wrappers": lambda rows: baselines(rows, split=True),
+    "attention": attention,
+    "peaks": peaks,
+    "published-peaks": published_peaks,
+    "links": links,
+    "collectives": collectives,
+    "loss": loss,
+    "runs": runs,
+    "sent": sent,
+    "fit": fit,
+    "nodes-links": nodes_links,
+    "nodes": nodes,
+    "versions": versions,
+}
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -430,8 +446,10 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     # Counts and plans have none.
     steps = f"{each('n')} timed steps, " * any(row.get("n") for row in ours)
-    lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
-             f"n = {n} ranks, {steps}{each('file')}."]  # fmt: skip
+    lines = [
+        f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
+        f"n = {n} ranks, {steps}{each('file')}."
+    ]
     cores = [published.core(row.get("cell")) or frozenset() for row in ours]
     if cores and (shared := frozenset.intersection(*cores)):
         lines += [f"All of ours: `{sweep.join(dict(shared))}`."]
@@ -487,8 +505,14 @@ def compared(sides: list[str], files: list[Path]) -> str:
         raise ValueError(f"{' '.join(sides)}: no setting is in both")
     told = flags_apart([first[key].get("flags") or {} for key in both])
     columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
-    dirty = [", ".join(side for side, rows in zip(sides, (first, second), strict=True) if rows[key].get("dirty"))
-             for key in both]  # fmt: skip
+    dirty = [
+        ", ".join(
+            side
+            for side, rows in zip(sides, (first, second), strict=True)
+            if rows[key].get("dirty")
+        )
+        for key in both
+    ]
     columns += [("with uncommitted changes", dirty)] * any(dirty)
     for title, name, digits, *_ in METRICS:
         a, b = ([published.figure(rows[key], name) for key in both] for rows in (first, second))

@@ -21,8 +21,21 @@ from types import SimpleNamespace
 from lab.studies.study import curves, main, published, section
 from trainer.distributed.terminal import grouped
 
-XXL = dict(width=16384, mlp_width=53248, blocks=126, matrices=2, attention=False, vocab=0, fsdp=16, tp=4,
-           tflops=460.0, gb_per_s=180.0, fsdp_axes=2, tp_axes=1, device_gb=95.0)  # fmt: skip
+XXL = dict(
+    width=16384,
+    mlp_width=53248,
+    blocks=126,
+    matrices=2,
+    attention=False,
+    vocab=0,
+    fsdp=16,
+    tp=4,
+    tflops=460.0,
+    gb_per_s=180.0,
+    fsdp_axes=2,
+    tp_axes=1,
+    device_gb=95.0,
+)
 LLAMA = dict(width=2560, mlp_width=10240, blocks=32, matrices=3, attention=True, vocab=10000)
 SIZES = {"xxl": XXL, "2.7b": XXL | LLAMA}
 GIB = 2**30
@@ -66,8 +79,11 @@ def block(c, batch: float) -> dict[str, float]:
     peak = 1e12 * c.tflops
     link = GB * c.gb_per_s
     moved = 4 * (1 + c.attention) * batch * c.width / (c.fsdp * link * c.tp_axes)
-    return {"compute": 2 * w * batch / (c.fsdp * c.tp * peak), "weights": 2 * w / (c.tp * link * c.fsdp_axes),
-            "activations": moved * (c.tp > 1)}  # fmt: skip
+    return {
+        "compute": 2 * w * batch / (c.fsdp * c.tp * peak),
+        "weights": 2 * w / (c.tp * link * c.fsdp_axes),
+        "activations": moved * (c.tp > 1),
+    }
 
 
 def weights(c) -> float:
@@ -98,11 +114,19 @@ def measure(setting: dict, args=None) -> dict:
         else math.inf
     )
     n = c.fsdp * c.tp
-    found = {"parameters": parameters, "states GiB": states / GIB, "kept GiB per token": kept / GIB,
-             "devices of 80": math.ceil(states / (80 * GB)), "devices of 80 GiB": math.ceil(states / (80 * GIB)),
-             "kept GiB per token sharded by half": kept / 2 * (1 + 1 / n) / GIB, f"devices of {c.device_gb:g}": devices,
-             "batch tokens": sums, "batch tokens a device": sums / n,
-             "batch tokens, both links at once": overlapping, "the same a device": overlapping / n}  # fmt: skip
+    found = {
+        "parameters": parameters,
+        "states GiB": states / GIB,
+        "kept GiB per token": kept / GIB,
+        "devices of 80": math.ceil(states / (80 * GB)),
+        "devices of 80 GiB": math.ceil(states / (80 * GIB)),
+        "kept GiB per token sharded by half": kept / 2 * (1 + 1 / n) / GIB,
+        f"devices of {c.device_gb:g}": devices,
+        "batch tokens": sums,
+        "batch tokens a device": sums / n,
+        "batch tokens, both links at once": overlapping,
+        "the same a device": overlapping / n,
+    }
     return dict(figures=found, steps=steps(once, n))
 
 
@@ -112,10 +136,12 @@ def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
     gather = once["weights"]
     moved = once["activations"]
     first = threshold(compute * devices / 2, gather, moved / 2)
-    return [("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", first),
-            ("FLOPs divided by the devices", threshold(compute / 2, gather, moved / 2)),
-            ("4 B D F for two matrices", threshold(compute, gather, moved / 2)),
-            ("4 B D for a gather and a reduction", threshold(compute, gather, moved))]  # fmt: skip
+    return [
+        ("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", first),
+        ("FLOPs divided by the devices", threshold(compute / 2, gather, moved / 2)),
+        ("4 B D F for two matrices", threshold(compute, gather, moved / 2)),
+        ("4 B D for a gather and a reduction", threshold(compute, gather, moved)),
+    ]
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
@@ -157,10 +183,18 @@ def figure(rows: list[dict], folder) -> list:
     row = rows[0]
     c = SimpleNamespace(**row["setting"])
     found = row["figures"]
-    lines = {"compute": ["compute"], "gathering the weights alone": ["weights"],
-             "links, one after the other": ["weights", "activations"]}  # fmt: skip
-    made = {words: [(b, sum(1e3 * block(c, b)[part] for part in parts)) for b in (2**i for i in range(8, 18))]
-            for words, parts in lines.items()}  # fmt: skip
+    lines = {
+        "compute": ["compute"],
+        "gathering the weights alone": ["weights"],
+        "links, one after the other": ["weights", "activations"],
+    }
+    made = {
+        words: [
+            (b, sum(1e3 * block(c, b)[part] for part in parts))
+            for b in (2**i for i in range(8, 18))
+        ]
+        for words, parts in lines.items()
+    }
     marks = {"hidden from here on": float(found["batch tokens"])}
     marks = {words: place for words, place in marks.items() if place < math.inf}
     return curves(

@@ -38,15 +38,47 @@ from trainer.measuring import memory, timing
 WHOLE = "plain", "compiled", "math"  # hold [T, T]
 ALL = ("plain", "compiled", "flex", *BACKENDS)
 SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
-    "published": dict(batch=[8], heads=[1], kv_heads=[1], head_dim=[16, 32, 64, 128], dtype=["fp32"], causal=[False],
-                      seqlen=[256, 1024, 4096, 8192, 16384], backend=["plain", "compiled"]),
-    "long": dict(batch=[1], heads=[1], kv_heads=[1], head_dim=[16, 32, 64, 128], dtype=["bf16", "fp32"], causal=[True],
-                 seqlen=[2**n for n in range(7, 17)], backend=ALL),
-    "reference": dict(tokens=32768, heads=[32], kv_heads=[8], head_dim=[128], dtype=["bf16"], causal=[True],
-                      seqlen=[4096, 8192, 16384], backend=["flex", "flash", "cudnn"]),
-    "small": dict(batch=[2], heads=[1], kv_heads=[1], head_dim=[16, 64], dtype=["fp32"], causal=[False, True],
-                  seqlen=[128, 512], backend=["plain", "math", "flash"]),
-}  # fmt: skip
+    "published": dict(
+        batch=[8],
+        heads=[1],
+        kv_heads=[1],
+        head_dim=[16, 32, 64, 128],
+        dtype=["fp32"],
+        causal=[False],
+        seqlen=[256, 1024, 4096, 8192, 16384],
+        backend=["plain", "compiled"],
+    ),
+    "long": dict(
+        batch=[1],
+        heads=[1],
+        kv_heads=[1],
+        head_dim=[16, 32, 64, 128],
+        dtype=["bf16", "fp32"],
+        causal=[True],
+        seqlen=[2**n for n in range(7, 17)],
+        backend=ALL,
+    ),
+    "reference": dict(
+        tokens=32768,
+        heads=[32],
+        kv_heads=[8],
+        head_dim=[128],
+        dtype=["bf16"],
+        causal=[True],
+        seqlen=[4096, 8192, 16384],
+        backend=["flex", "flash", "cudnn"],
+    ),
+    "small": dict(
+        batch=[2],
+        heads=[1],
+        kv_heads=[1],
+        head_dim=[16, 64],
+        dtype=["fp32"],
+        causal=[False, True],
+        seqlen=[128, 512],
+        backend=["plain", "math", "flash"],
+    ),
+}
 # Flags that take the place of a sweep's values.
 GIVEN = "backend dtype seqlen head_dim heads kv_heads batch".split()
 Options = dict[str, int]
@@ -272,6 +304,7 @@ def candidate_timer(
 
 
 def flags(parser) -> None:
+    """Adds those of this study."""
     parser.add_argument(
         "--sweep", nargs="+", choices=list(SWEEPS), help="(default: published long, or small)"
     )
@@ -282,8 +315,13 @@ def flags(parser) -> None:
     parser.add_argument(
         "--search", action="store_true", help="search FlexAttention's kernel options instead"
     )
-    parser.add_argument("--options", type=Path, metavar="FILE", help="searched options: flex runs with them; --search "
-                        "stores them there (default: results/flex_options.json)")  # fmt: skip
+    parser.add_argument(
+        "--options",
+        type=Path,
+        metavar="FILE",
+        help="searched options: flex runs with them; --search "
+        "stores them there (default: results/flex_options.json)",
+    )
 
 
 def check(args) -> None:

@@ -70,8 +70,11 @@ def check(args) -> None:
 
 
 def settings(args) -> list[dict]:
-    return [dict(ranks=n, backend=args.backend, dtype=dtype, mb=args.mb, pieces=args.pieces)
-            for n in args.ranks for dtype in args.dtypes]  # fmt: skip
+    return [
+        dict(ranks=n, backend=args.backend, dtype=dtype, mb=args.mb, pieces=args.pieces)
+        for n in args.ranks
+        for dtype in args.dtypes
+    ]
 
 
 def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> None:
@@ -142,10 +145,12 @@ def operation(
         ops = [dist.P2POp(dist.isend, whole, right), dist.P2POp(dist.irecv, other, left)]
         return lambda: [work.wait() for work in dist.batch_isend_irecv(ops)]
     how = dict(group=group)
-    return {"all_reduce": lambda: dist.all_reduce(whole, **how),
-            "broadcast": lambda: dist.broadcast(whole, group_src=0, **how),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, **how),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, **how)}[op]  # fmt: skip
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, **how),
+        "broadcast": lambda: dist.broadcast(whole, group_src=0, **how),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, **how),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, **how),
+    }[op]
 
 
 def times(
@@ -186,8 +191,10 @@ def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
     found = {}
     points = []
     for op in ranks[0]:
-        slowest = [[max(each) for each in zip(*of_ranks, strict=True)]
-                   for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)]  # fmt: skip
+        slowest = [
+            [max(each) for each in zip(*of_ranks, strict=True)]
+            for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)
+        ]
         ms = [statistics.median(each) for each in slowest]
         own = [(sent(op, size, n), 1e-3 * t) for size, t in zip(nbytes, ms, strict=True)]
         points += own * (op in LIBRARY)
@@ -304,8 +311,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
 def figure(rows: list[dict], folder) -> list:
     """Milliseconds over the size at the most ranks; the ring also by formula."""
     row = max(rows, key=lambda row: row["setting"]["ranks"], default=None)
-    made = {op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
-            for op, found in (row or {}).get("ops", {}).items()}  # fmt: skip
+    made = {
+        op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
+        for op, found in (row or {}).get("ops", {}).items()
+    }
     if row:
         sizes = zip(row["setting"]["mb"], row["nbytes"], strict=True)
         made["ring by formula"] = [(mb, ring_ms(row, nbytes)) for mb, nbytes in sizes]

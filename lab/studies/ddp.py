@@ -47,8 +47,11 @@ SMALL = dict(block="llama", depth=2, width=128, head_dim=32, vocab=1024, seqlen=
 FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)
 SAME = *SMALL, "link"
 WAYS = "naive", "flat", "overlap", "bucketed", "ddp", "ours"
-THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one all-reduce of all gradients)",
-          "overlap": "overlap individual parameters"}  # fmt: skip
+THEIRS = {
+    "naive": "naive (one all-reduce per parameter)",
+    "flat": "flat (one all-reduce of all gradients)",
+    "overlap": "overlap individual parameters",
+}
 
 
 def flags(parser) -> None:
@@ -240,8 +243,10 @@ def simulated(c: dict, repeat: int, device: torch.device) -> dict:
         torch._dynamo.reset()  # compiled code holds the group
         simulated_world.stop()
     return figures(times["step"], times["none"]) | dict(
-        calls=len(calls), nbytes=sum(call.nbytes for call in calls),
-        communication_ms=round(1e3 * sum(call.seconds for call in calls), 3))  # fmt: skip
+        calls=len(calls),
+        nbytes=sum(call.nbytes for call in calls),
+        communication_ms=round(1e3 * sum(call.seconds for call in calls), 3),
+    )
 
 
 def real(rank: int, device: torch.device, c: dict, repeat: int) -> dict:
@@ -258,8 +263,12 @@ def real(rank: int, device: torch.device, c: dict, repeat: int) -> dict:
             for size, work in reducer.alone()
         ]
         points = [(size, statistics.median(ms)) for size, ms in points]
-        found |= dict(points=points, calls=len(points), nbytes=sum(size for size, _ in points),
-                      communication_ms=round(sum(ms for _, ms in points), 3))  # fmt: skip
+        found |= dict(
+            points=points,
+            calls=len(points),
+            nbytes=sum(size for size, _ in points),
+            communication_ms=round(sum(ms for _, ms in points), 3),
+        )
     torch._dynamo.reset()
     return found
 
@@ -328,8 +337,18 @@ def table(rows: list[dict]) -> tuple[str, str]:
                 if c["way"] == "bucketed" and found and step
                 else None
             )
-            lines.append((f"{kind}, {ranks}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
-                          *share, grouped(exposed, 1, ""), grouped(model, 1, ""), seconds(other)))  # fmt: skip
+            lines.append(
+                (
+                    f"{kind}, {ranks}",
+                    name,
+                    grouped(step or row["outcome"], 1),
+                    str(row.get("calls", "")),
+                    *share,
+                    grouped(exposed, 1, ""),
+                    grouped(model, 1, ""),
+                    seconds(other),
+                )
+            )
             used.add(other.get("variant"))
         if found and nbytes:
             n, size = best(nbytes, *found)
@@ -346,8 +365,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
         " | by formula, ms | published step s"
     )
     c = rows[0]["setting"]
-    text = (f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
-            f"{c['link']}. Published: the xl model on 2 GPUs.")  # fmt: skip
+    text = (
+        f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
+        f"{c['link']}. Published: the xl model on 2 GPUs."
+    )
     return section(rows, text, heads, lines)
 
 
@@ -366,8 +387,11 @@ def figure(rows: list[dict], folder) -> list:
             (row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]
         ]
     }
-    made["n o + s / (n w)"] = [(row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
-                               for row in own if found and "mb" in row["setting"]]  # fmt: skip
+    made["n o + s / (n w)"] = [
+        (row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
+        for row in own
+        if found and "mb" in row["setting"]
+    ]
     marks = {"best by formula": best(nbytes, *found)[1] / 1e6} if found else {}
     return curves(folder, "ddp", made, "MB of a bucket", "exposed ms of a step", marks)
 

@@ -101,8 +101,19 @@ class Part:
 def of_trainer(c: dict, device: torch.device) -> config.Config:
     """The flags of main.py that are a setting."""
     width, depth, heads = SIZES[c["size"]]
-    words = dict(block="llama", width=width, depth=depth, head_dim=width // heads, grouping=1, vocab=VOCAB,
-                 seqlen=c["context"], batch=c["batch"], compile="none", data="random", clip=0)  # fmt: skip
+    words = dict(
+        block="llama",
+        width=width,
+        depth=depth,
+        head_dim=width // heads,
+        grouping=1,
+        vocab=VOCAB,
+        seqlen=c["context"],
+        batch=c["batch"],
+        compile="none",
+        data="random",
+        clip=0,
+    )
     words |= (
         dict(wrapper="simple", param_dtype="bf16")
         if c["precision"] == "mixed"
@@ -148,8 +159,11 @@ def states(top: timeline.Peak) -> Iterator[tuple[str, int]]:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published peaks beside those of the same size, part and context."""
-    theirs = {(part, int(line["context"])): line[column] for line in published("memory_2p7b")
-              for part, column in PUBLISHED.items()}  # fmt: skip
+    theirs = {
+        (part, int(line["context"])): line[column]
+        for line in published("memory_2p7b")
+        for part, column in PUBLISHED.items()
+    }
     lines = []
     seen = set()
     for row in rows:
@@ -172,8 +186,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
         if (part, context) not in seen:
             lines.append(("2.7b", str(context), "fp32", part, *[""] * 5, gb))
     n, mib = rows[0].get("largest_weight", ["", 0])
-    text = (f"Batch {rows[0]['setting']['batch']}. The largest weight of {rows[0]['setting']['size']} is {n}, "
-            f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments.")  # fmt: skip
+    text = (
+        f"Batch {rows[0]['setting']['batch']}. The largest weight of {rows[0]['setting']['size']} is {n}, "
+        f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments."
+    )
     heads = (
         "size | context | precision | part | peak MiB | 16 bytes a parameter, MiB | peak at"
         " | largest of this run there, MiB | residual stream, MiB | published GB"

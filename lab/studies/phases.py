@@ -73,8 +73,12 @@ def settings(args) -> list[dict]:
         for compiled in (False, True)
         for warmup in WARMUPS[:-1]
     ]
-    found += [dict(size=size, precision=precision, compiled=compiled, warmup=WARMUPS[-1])
-              for size in sizes for precision in ("fp32", "bf16") for compiled in (False, True)]  # fmt: skip
+    found += [
+        dict(size=size, precision=precision, compiled=compiled, warmup=WARMUPS[-1])
+        for size in sizes
+        for precision in ("fp32", "bf16")
+        for compiled in (False, True)
+    ]
     if args.small:
         compiled = [each for each in found if each["compiled"]]
         found = [each for each in found if each not in compiled[1:]]
@@ -174,14 +178,29 @@ def table(rows: list[dict]) -> tuple[str, str]:
         how = f"{c['precision']}, {'compiled' if c['compiled'] else 'eager'}"
         ok = row["outcome"] == "ok"
         warm = c["warmup"] == WARMUPS[-1]
-        cells = [row["outcome"], "", ""] if not ok else [
-            f"{grouped(row[f'{part}_mean_ms'], 2)} ± {grouped(row.get(f'{part}_std_ms', 0), 2)}, "
-            f"{grouped(row[f'{part}_ms'], 2)}" for part in PARTS]  # fmt: skip
+        cells = (
+            [row["outcome"], "", ""]
+            if not ok
+            else [
+                f"{grouped(row[f'{part}_mean_ms'], 2)} ± {grouped(row.get(f'{part}_std_ms', 0), 2)}, "
+                f"{grouped(row[f'{part}_ms'], 2)}"
+                for part in PARTS
+            ]
+        )
         excess = sum(row.get(f"{part}_excess_ms", 0) for part in PARTS) if ok else None
         first = [row.get(f"first_{name}_excess_ms") for name in ("allocation", "product")]
         told = [", ".join(grouped(ms, 1) for ms in first if ms is not None)] * gpu
-        lines.append((c["size"], how, str(c["warmup"]), *cells, *told, grouped(excess, 1) if ok else "",
-                      theirs(c["size"], c["precision"], c["compiled"]) if warm else ""))  # fmt: skip
+        lines.append(
+            (
+                c["size"],
+                how,
+                str(c["warmup"]),
+                *cells,
+                *told,
+                grouped(excess, 1) if ok else "",
+                theirs(c["size"], c["precision"], c["compiled"]) if warm else "",
+            )
+        )
     sizes = {row["setting"]["size"] for row in rows}
     for size in SIZES:
         for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", True)):
@@ -189,9 +208,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
                 how = f"{precision}, {'compiled' if compiled else 'eager'}"
                 lines.append((size, how, *[""] * (5 + gpu), text))
     c = rows[0]["setting"]
-    text = (f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
-            f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
-            "than the median of the others.")  # fmt: skip
+    text = (
+        f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
+        f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
+        "than the median of the others."
+    )
     heads = (
         "size | how | warm-up | forward, ms | backward, ms | optimizer, ms"
         f"{' | excess: allocation, product, ms' * gpu} | excess: step, ms"

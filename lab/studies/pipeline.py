@@ -210,8 +210,13 @@ def checkpoints(blocks: torch.nn.Sequential, x: torch.Tensor) -> dict:
     inside = held(blocks[:1], x, 0)
     outside = x.untyped_storage().nbytes()
     numbers = sorted({math.ceil(layers / math.ceil(layers / c)) for c in range(1, layers + 1)})
-    return dict(a_in=outside, a_int=inside, counted={c: held(blocks, x, c) for c in numbers}, none=held(blocks, x, 0),
-                best=math.sqrt(layers * inside / outside))  # fmt: skip
+    return dict(
+        a_in=outside,
+        a_int=inside,
+        counted={c: held(blocks, x, c) for c in numbers},
+        none=held(blocks, x, 0),
+        best=math.sqrt(layers * inside / outside),
+    )
 
 
 def formula(row: dict, c: int) -> tuple[float, float]:
@@ -271,11 +276,20 @@ def table(rows: list[dict]) -> tuple[str, str]:
             for n, size in kib.items():
                 published, exact = (each / 2**10 for each in formula(row, n))
                 best = f"least; sqrt(l A_int / A_in) = {row['best']:.1f}" * (n == least)
-                lines.append((f"l = {c['layers']}, c = {n}", "", f"{published:.0f} KiB, input once: {exact:.0f}",
-                              f"{size:.0f} KiB", best))  # fmt: skip
+                lines.append(
+                    (
+                        f"l = {c['layers']}, c = {n}",
+                        "",
+                        f"{published:.0f} KiB, input once: {exact:.0f}",
+                        f"{size:.0f} KiB",
+                        best,
+                    )
+                )
     c = rows[0]["setting"]
-    text = (f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
-            f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage.")  # fmt: skip
+    text = (
+        f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
+        f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage."
+    )
     heads = "setting | t_f + t_b, ms | by formula | simulated, or counted | note"
     return section(rows, text, heads, lines)
 

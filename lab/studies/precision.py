@@ -34,8 +34,12 @@ def settings(args) -> list[dict]:
     norm = [
         dict(part="norm", mean=mean, scale=scale) for mean, scale in ((0, 1), (0, 300), (100, 1))
     ]
-    return [dict(part="sums", terms=1000), dict(part="dtypes"), *norm,
-            *(dict(part="gradients", micro_batches=n) for n in counts)]  # fmt: skip
+    return [
+        dict(part="sums", terms=1000),
+        dict(part="dtypes"),
+        *norm,
+        *(dict(part="gradients", micro_batches=n) for n in counts),
+    ]
 
 
 def measure(setting: dict, args) -> dict:
@@ -90,10 +94,15 @@ def sums(device: str, terms: int) -> list:
             total = stochastic(total + TERM, dtype).double()
         return total.mean().item()
 
-    return [(f"sum of {terms} x 0.01", each(lambda dtype: plain(TERM, terms, dtype))),
-            ("sum in fp32 of terms in the dtype", each(lambda dtype: plain(TERM, terms, torch.float32, dtype))),
-            ("sum with Kahan's compensation", each(lambda dtype: kahan(TERM, terms, dtype))),
-            ("sum with stochastic rounding, mean of 100", each(rounded))]  # fmt: skip
+    return [
+        (f"sum of {terms} x 0.01", each(lambda dtype: plain(TERM, terms, dtype))),
+        (
+            "sum in fp32 of terms in the dtype",
+            each(lambda dtype: plain(TERM, terms, torch.float32, dtype)),
+        ),
+        ("sum with Kahan's compensation", each(lambda dtype: kahan(TERM, terms, dtype))),
+        ("sum with stochastic rounding, mean of 100", each(rounded)),
+    ]
 
 
 class Toy(nn.Module):
@@ -174,17 +183,22 @@ def dtypes(device: str) -> list:
             "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
     try:
-        ways = {"autocast, CUDA": lambda dtype: under_autocast("cuda", dtype),
-                "autocast, CPU": lambda dtype: under_autocast("cpu", dtype),
-                "MixedPrecisionPolicy": lambda dtype: under_policy(dtype, device)}  # fmt: skip
+        ways = {
+            "autocast, CUDA": lambda dtype: under_autocast("cuda", dtype),
+            "autocast, CPU": lambda dtype: under_autocast("cpu", dtype),
+            "MixedPrecisionPolicy": lambda dtype: under_policy(dtype, device),
+        }
         found = {
             way: {name: run(KINDS[name]) for name in ("fp16", "bf16")} for way, run in ways.items()
         }
     finally:
         if alone:
             dist.destroy_process_group()
-    return [(f"{way}: {what}", {name: kinds[what] for name, kinds in both.items()})
-            for way, both in found.items() for what in both["fp16"]]  # fmt: skip
+    return [
+        (f"{way}: {what}", {name: kinds[what] for name, kinds in both.items()})
+        for way, both in found.items()
+        for what in both["fp16"]
+    ]
 
 
 def norm(device: str, mean: float, scale: float) -> list:
@@ -255,8 +269,12 @@ def table(rows: list[dict]) -> tuple[str, str]:
 def figure(rows: list[dict], folder) -> list:
     """Relative error of an accumulated gradient over the micro-batches, by the dtype of the sum."""
     found = [row for row in rows if row["setting"]["part"] == "gradients"]
-    made = {f"summed in {name}": [(row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in found]
-            for name in KINDS}  # fmt: skip
+    made = {
+        f"summed in {name}": [
+            (row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in found
+        ]
+        for name in KINDS
+    }
     return curves(folder, "precision", made, "micro-batches", "relative error of the gradient")
 
 

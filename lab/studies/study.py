@@ -44,16 +44,27 @@ from trainer.logging import append_jsonl, check_writable, read_jsonl
 from trainer.measuring import memory, timing
 
 # (width, blocks, heads) of the published models, whose MLP is 4 times as wide and vocabulary VOCAB; two for a CPU
-SIZES = {"tiny": (64, 2, 2), "mini": (128, 4, 4), "small": (768, 12, 12), "medium": (1024, 24, 16),
-         "large": (1280, 36, 20), "xl": (1600, 48, 25), "2.7b": (2560, 32, 32)}  # fmt: skip
+SIZES = {
+    "tiny": (64, 2, 2),
+    "mini": (128, 4, 4),
+    "small": (768, 12, 12),
+    "medium": (1024, 24, 16),
+    "large": (1280, 36, 20),
+    "xl": (1600, 48, 25),
+    "2.7b": (2560, 32, 32),
+}
 VOCAB = 10_000
 MOST_RANKS = 16  # processes on the CPUs of one machine
 PATIENCE_S = 300  # that a collective of a study may take
 # By the maker's datasheets, device names as in costs.PEAKS: (TFLOP/s in fp32 without tensor cores, TB/s of memory)
 LIMITS = {
-    r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555), r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
-    r"H100 80GB HBM3": (67, 3.35), r"H200": (67, 4.8), r"H100 PCIe": (51, 2.0), r"GeForce RTX 4090": (82.6, 1.008),
-}  # fmt: skip
+    r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555),
+    r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
+    r"H100 80GB HBM3": (67, 3.35),
+    r"H200": (67, 4.8),
+    r"H100 PCIe": (51, 2.0),
+    r"GeForce RTX 4090": (82.6, 1.008),
+}
 # Bytes that may be in a cache, and not in memory: more than the second level of any of these holds.
 CACHED = 80e6
 
@@ -196,9 +207,15 @@ def run(name: str, settings: list[dict], measure: Callable, args: argparse.Names
     here = timing.environment(device)
     before = read_jsonl(args.results) if args.results.exists() and not args.again else []
     alike = ["device", "torch"] + ["commit"] * (not args.any_commit)
-    done = {json.dumps(row["setting"], sort_keys=True): row for row in before
-            if row.get("study") == name and "setting" in row and not row["outcome"].startswith(("failed", "n/a"))
-            and all(row[key] == here[key] for key in alike) and (args.any_commit or not row.get("dirty"))}  # fmt: skip
+    done = {
+        json.dumps(row["setting"], sort_keys=True): row
+        for row in before
+        if row.get("study") == name
+        and "setting" in row
+        and not row["outcome"].startswith(("failed", "n/a"))
+        and all(row[key] == here[key] for key in alike)
+        and (args.any_commit or not row.get("dirty"))
+    }
     rows = []
     for number, setting in enumerate(settings, 1):
         known = done.get(json.dumps(setting, sort_keys=True))
@@ -403,8 +420,15 @@ def figure(study: ModuleType, rows: list[dict], folder: Path) -> list[Path]:
     return study.figure([row for row in rows if row["outcome"] == "ok"], folder)
 
 
-def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,
-           **axes) -> list[Path]:  # fmt: skip
+def curves(
+    folder: Path,
+    name: str,
+    made: dict[str, list[tuple]],
+    x: str,
+    y: str,
+    marks: dict[str, float] | None = None,
+    **axes,
+) -> list[Path]:
     """Draws {words: [(x, y)]} into study-NAME.svg and .png; what has no y, or none above zero on a logarithmic axis, is
     left out. marks: {words: x} of vertical lines. axes: of matplotlib's Axes.set, such as xscale="linear": both are
     logarithmic unless it says otherwise. NoFigure where nothing is left."""

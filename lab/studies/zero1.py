@@ -336,9 +336,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
         / mib
     )
     stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * size
-    text = (f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
-            f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
-            "CPU of the whole process, as is the peak, of the second step.")  # fmt: skip
+    text = (
+        f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
+        f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
+        "CPU of the whole process, as is the peak, of the second step."
+    )
     heads = (
         "way | moment | parameters | gradients | states | by arithmetic | rest | peak | step ms"
         " | sent MiB | published"
@@ -357,8 +359,13 @@ def figure(rows: list[dict], folder) -> list:
     low = [0.0] * len(rows)
     handles = {}
     for piece, face, hatch in zip(PIECES, plots.FACES, plots.HATCHES, strict=False):
-        sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
-                 for row in rows]  # fmt: skip
+        sizes = [
+            row["moments"]["before the update" if piece == "gradients" else "after the update"][
+                piece
+            ]
+            / 2**20
+            for row in rows
+        ]
         how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
         handles[piece] = ax.bar(
             [plots.word("way", row["setting"]["way"]) for row in rows], sizes, bottom=low, **how

@@ -29,12 +29,15 @@ from trainer.distributed.terminal import did_you_mean, fail, tell
 ROOT = Path(__file__).resolve().parents[2]
 WORD = r"\S+", "one word"
 OPTIONS = {  # what a value looks like, and in words
-    "--job-name": WORD, "--nodes": (r"[1-9]\d*", "a number from 1 on"),
+    "--job-name": WORD,
+    "--nodes": (r"[1-9]\d*", "a number from 1 on"),
     "--gpus-per-node": (r"([\w.-]+:)?\d+", "a number, or TYPE:number; 0 for none"),
     "--cpus-per-task": (r"[1-9]\d*", "a number from 1 on"),
     "--time": (r"\d+(:[0-5]\d){0,2}|\d+-\d+(:[0-5]\d){0,2}", "minutes, hours:mm:ss or days-hours"),
-    **dict.fromkeys(("--mem", "--partition", "--account", "--qos", "--constraint", "--container"), WORD),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("--mem", "--partition", "--account", "--qos", "--constraint", "--container"), WORD
+    ),
+}
 DEFAULTS = {
     "--job-name": "simple-fsdp",
     "--nodes": "2",
@@ -128,12 +131,16 @@ def training(words: list[str]) -> str:
         f"--signal=TERM@{WARNING_S}",
         f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%j.out",
     ]
-    return script(options, more, [
-        "export NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}} NNODES=$SLURM_NNODES",
-        "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # of the first node",
-        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVING_S}  # seconds that torchrun leaves its ranks for a save",
-        command(options, ["./launch.sh", "run", *flags]),
-    ])  # fmt: skip
+    return script(
+        options,
+        more,
+        [
+            "export NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}} NNODES=$SLURM_NNODES",
+            "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # of the first node",
+            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVING_S}  # seconds that torchrun leaves its ranks for a save",
+            command(options, ["./launch.sh", "run", *flags]),
+        ],
+    )
 
 
 def for_cells(given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:

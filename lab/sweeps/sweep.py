@@ -489,8 +489,12 @@ def attempt(
     return row
 
 
-def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None,
-          one: str | None = None) -> bool:  # fmt: skip
+def sweep(
+    tables: dict[str, list[str]],
+    args: argparse.Namespace,
+    settings: dict[str, dict] | None = None,
+    one: str | None = None,
+) -> bool:
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
     `settings`: cell -> its resolved flags, if the program is not main.py. one: the only cell that this call is for,
     while others are for the others."""
@@ -524,8 +528,10 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
                 if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
                     break
     rows = current(read_rows(args.results), args.any_commit)
-    texts = {study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
-             for study, own in tables.items()}  # fmt: skip
+    texts = {
+        study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
+        for study, own in tables.items()
+    }
     for study, text in texts.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
     output = config.parse(args.output)
@@ -533,8 +539,14 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
         found = {
             study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()
         }
-        log_tables(found, args.results, output.wandb, output.group, output.tags,
-                   {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
+        log_tables(
+            found,
+            args.results,
+            output.wandb,
+            output.group,
+            output.tags,
+            {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()},
+        )
     if missing := unfinished(cells, rows):
         print(
             f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again"

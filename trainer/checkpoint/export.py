@@ -76,10 +76,20 @@ def main(argv: list[str] | None = None) -> int:
         "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
     )
     parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
-    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a .safetensors, in "
-                        "10^9 bytes; more become several and an index (default: 5)")  # fmt: skip
-    parser.add_argument("--dtype", choices=["saved", "bf16"], default="saved", help="bf16: rounded; main.py --init "
-                        "then needs --cast (default: saved)")  # fmt: skip
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest size of a .safetensors, in "
+        "10^9 bytes; more become several and an index (default: 5)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["saved", "bf16"],
+        default="saved",
+        help="bf16: rounded; main.py --init then needs --cast (default: saved)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT")
     args = parser.parse_args(argv)
     if not args.shard_gb > 0:

@@ -51,15 +51,30 @@ OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)
 LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
-FIXED = {"--seqlen": "", "--seed": "", "--optimizer": "", "--adam-dtype": "--cast converts to another --adam-dtype",
-         HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
-         "--effective-batch": "--grad-accum follows from it and the number of ranks"}  # fmt: skip
+FIXED = {
+    "--seqlen": "",
+    "--seed": "",
+    "--optimizer": "",
+    "--adam-dtype": "--cast converts to another --adam-dtype",
+    HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
+    "--effective-batch": "--grad-accum follows from it and the number of ranks",
+}
 # All that `.metadata` may name.
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {
-    ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
-      "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-}  # fmt: skip
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
 
 
 @dataclass
@@ -240,8 +255,10 @@ def _claim(folder: str, group: Group) -> None:
         say(said)
     locks = on_all(partial(content, folder), group)
     if blind := [str(rank) for rank, lock in enumerate(locks) if lock != locks[0]]:
-        raise Refused(f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
-                      "directory that all nodes share")  # fmt: skip
+        raise Refused(
+            f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
+            "directory that all nodes share"
+        )
 
 
 def _find_start(c: Config, batches: Batches, group: Group, identity: dict) -> Found | None:
@@ -264,8 +281,10 @@ def _find_start(c: Config, batches: Batches, group: Group, identity: dict) -> Fo
     first = f"step-{found.state.step if found else 0:08d}"
     later = [name for name in present if name > first]
     if later and not (c.resume == "auto" or again):
-        raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
-                              "(--resume auto), move it away, or save elsewhere")  # fmt: skip
+        raise CheckpointError(
+            f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
+            "(--resume auto), move it away, or save elsewhere"
+        )
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
         on_rank_0(partial(_set_aside, c.save, later), group)
     return found
@@ -296,8 +315,10 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], b
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
                     say(f"{save}: began at --resume {folder}; going on from there")
                     return present, own, True
-        raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
-                              "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
+        raise CheckpointError(
+            f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
+            "what is there (--resume auto), move it away, or save elsewhere"
+        )
     return present, paths, False
 
 
@@ -359,8 +380,10 @@ def _verified(path: str, group: Group) -> Found:
     (files, first), *others = on_all(share, group)
     for rank, (theirs, _) in enumerate(others, 1):
         if theirs != files:
-            raise CheckpointError(f"{path}: is another step on rank {rank} than on rank 0; name a directory that all "
-                                  "nodes share, or copy the same step to each")  # fmt: skip
+            raise CheckpointError(
+                f"{path}: is another step on rank {rank} than on rank 0; name a directory that all "
+                "nodes share, or copy the same step to each"
+            )
     if any(each != first for _, each in others):
         say(f"{path}: is not one directory for all ranks; each verifies all that it sees")
         on_all(partial(verify, path), group)
@@ -400,12 +423,17 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
         told = ", ".join(changed[name] for name in fixed)
         hints = "; ".join(filter(None, map(FIXED.get, fixed)))
         where = "name another directory in --save" if c.resume == "auto" else "leave out --resume"
-        raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
-                              + f" ({hints})" * (hints != "") + f"; to begin afresh, {where}")  # fmt: skip
+        raise CheckpointError(
+            f"{found.path}: was saved with {told}, which a resumed run must keep"
+            + f" ({hints})" * (hints != "")
+            + f"; to begin afresh, {where}"
+        )
     if about["data"]["fingerprint"] != batches.fingerprint:
         source = c.data if isinstance(c.data, str) else " ".join(c.data)
-        raise DataError(f"--data {source}: expected the data of {found.path} ({about['data']['description']}), found "
-                        f"{batches.description}; give the same files")  # fmt: skip
+        raise DataError(
+            f"--data {source}: expected the data of {found.path} ({about['data']['description']}), found "
+            f"{batches.description}; give the same files"
+        )
     if changed:
         say(f"was saved with {', '.join(changed.values())}; the command line wins")
     if cast:

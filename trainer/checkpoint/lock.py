@@ -40,8 +40,15 @@ def take(folder: str, patient: bool = True) -> str | None:
     over = threading.Event()
     if key in _held:
         return None
-    text = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()),
-                           machine=_machine(), nonce=secrets.token_hex(8)))  # fmt: skip
+    text = json.dumps(
+        dict(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            start=start_ticks(os.getpid()),
+            machine=_machine(),
+            nonce=secrets.token_hex(8),
+        )
+    )
     try:
         said = _evict(folder, path, patient) if os.path.lexists(path) else None
         _create(path, text)
@@ -74,8 +81,10 @@ def renew(folder: str) -> None:
     if found is None:  # somebody has removed it by hand
         _create(path, text)
     elif found != text:
-        raise CheckpointError(f"{path}: {_who(found)} has taken this directory over, after {STALE} s without a sign "
-                              "of this run")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: {_who(found)} has taken this directory over, after {STALE} s without a sign "
+            "of this run"
+        )
     else:
         os.utime(path)
 
@@ -163,8 +172,10 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
     if left > 0:
         if not patient:
             return True
-        tell(f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
-             f"waiting {left:.0f} s for another")  # fmt: skip
+        tell(
+            f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
+            f"waiting {left:.0f} s for another"
+        )
     until = time.monotonic() + left
     while time.monotonic() < until:
         time.sleep(POLL)

@@ -53,8 +53,15 @@ from trainer.step import Step
 class Saver(AbstractContextManager):
     """group: for collectives of foreground saves. state: the run's, for its origin. beat: called after each save."""
 
-    def __init__(self, c: Config, step: Step, batches: Batches, group: Group = None,
-                 state: TrainState | None = None, beat: Callable[[], Any] = lambda: None):  # fmt: skip
+    def __init__(
+        self,
+        c: Config,
+        step: Step,
+        batches: Batches,
+        group: Group = None,
+        state: TrainState | None = None,
+        beat: Callable[[], Any] = lambda: None,
+    ):
         self.c = c
         self.step = step
         self.batches = batches
@@ -69,8 +76,10 @@ class Saver(AbstractContextManager):
             self.group = control_group()
             self.thread = ThreadPoolExecutor(1, "save")
             # Not from_local, which would move a DTensor's host memory back to the device of its mesh.
-            self.staged = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                           for name, t in tensors(step).items()}  # fmt: skip
+            self.staged = {
+                name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                for name, t in tensors(step).items()
+            }
 
     def save(self, k: int) -> None:
         """Saves the state after k steps; returns when it is committed, with --save-every N:async when it is copied.
@@ -79,10 +88,15 @@ class Saver(AbstractContextManager):
         state = tensors(self.step)
         batches = self.batches
         about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
-            format=FORMAT, global_batch=batches.global_batch, training=asdict(self.c.training),
-            model=self.step.model.identity, torch=torch.__version__, world=dist.get_world_size(),
-            data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=table_of(state),
-        )  # fmt: skip
+            format=FORMAT,
+            global_batch=batches.global_batch,
+            training=asdict(self.c.training),
+            model=self.step.model.identity,
+            torch=torch.__version__,
+            world=dist.get_world_size(),
+            data=dict(description=batches.description, fingerprint=batches.fingerprint),
+            tensors=table_of(state),
+        )
         write = partial(save_step, self.c, f"step-{k:08d}", about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))

@@ -38,9 +38,17 @@ from trainer.distributed.control import Group, agree
 from trainer.distributed.terminal import counted, one_line
 
 DTYPES = {  # by safetensors' names
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 INDEX = ".index.json"
 GLIMPSE = 1024  # bytes at each of four places in each tensor by which ranks compare their files
 
@@ -211,10 +219,15 @@ def _check(
     told = {
         "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
         "unexpected": sorted(there.keys() - here.keys()),
-        "of another shape": [f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape],
-        "of another dtype": [f"{n} {_name(r)} (the model: {_name(t)}{'; --cast converts' * _floats(r, t)})"
-                             for n, r, t in both if r.dtype != t.dtype and not (cast and _floats(r, t))],
-    }  # fmt: skip
+        "of another shape": [
+            f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape
+        ],
+        "of another dtype": [
+            f"{n} {_name(r)} (the model: {_name(t)}{'; --cast converts' * _floats(r, t)})"
+            for n, r, t in both
+            if r.dtype != t.dtype and not (cast and _floats(r, t))
+        ],
+    }
     if problems := [
         f"{counted(len(n), 'tensor')} {how}: {', '.join(map(str, n[:5]))}"
         for how, n in told.items()
@@ -283,8 +296,13 @@ def _outputs(path: str) -> list[str]:
     return sorted(there, key=lambda name: (not name.endswith(INDEX), name))
 
 
-def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str],
-          shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
+def write(
+    path: str,
+    tensors: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    about: dict[str, str],
+    shard_bytes: float = math.inf,
+) -> list[str]:
     """Writes what `read` returns for each name, replacing what is at `path`; returns the names of the files. tensors:
     their shapes and dtypes, on the meta device. about: the metadata of a .safetensors. Above `shard_bytes` this becomes
     several and an index. All are complete in a temporary directory before they are renamed. Raises CheckpointError."""

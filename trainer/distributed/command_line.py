@@ -97,8 +97,14 @@ def default(text: str, metavar: str = "INT"):
 
 
 @answering()
-def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: str, description: str,
-          rank: int = 0) -> Any:  # fmt: skip
+def parse(
+    kind: type,
+    argv: Sequence[str],
+    check: Callable[[Any], Any],
+    prog: str,
+    description: str,
+    rank: int = 0,
+) -> Any:
     """A `kind`, whose fields are groups of flags, from a command line. Ends the process with one line, which rank 0
     prints, and exit code 2 for a bad one, also where `check` raises a ValueError."""
     boxes = io.StringIO()  # of tyro, to which our own line is preferred
@@ -138,8 +144,9 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
 
 
 @answering()
-def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: str,
-                 description: str) -> tuple[Any, list[str]]:  # fmt: skip
+def parse_beside(
+    own: type, others: Sequence[type], argv: Sequence[str], prog: str, description: str
+) -> tuple[Any, list[str]]:
     """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may
     still be wrong together. Ends the process with exit code 2 and one line for a bad flag or value."""
     boxes = io.StringIO()

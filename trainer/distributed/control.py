@@ -65,8 +65,10 @@ def agree(facts: dict[str, Any], group: Group) -> None:
         if others := [
             rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)
         ]:
-            lines.append(f"{name}: rank 0 has {first.get(name)}, rank {others[0]} {everyone[others[0]].get(name)}"
-                         + f" ({len(others)} ranks differ)" * (len(others) > 1))  # fmt: skip
+            lines.append(
+                f"{name}: rank 0 has {first.get(name)}, rank {others[0]} {everyone[others[0]].get(name)}"
+                + f" ({len(others)} ranks differ)" * (len(others) > 1)
+            )
     if lines:
         more = f"; and {len(lines) - 3} more" * (len(lines) > 3)
         raise Desync(
@@ -154,7 +156,7 @@ class Control:
 
     def boundary(
         self, k: int, norm: float = -1.0, failed: bool = False, problem: Exception | None = None
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
         one has on any rank. problem: raised on all ranks. Raises Stopped if any rank got a signal, and Desync for ranks

@@ -371,12 +371,20 @@ def _refuse(name: str) -> Callable:
 
 
 _KERNELS = {
-    "_allgather_base_": _of_one(_all_gather), "allgather_into_tensor_coalesced_": _all_gather,
-    "allgather_": _with_outputs(_all_gather), "allgather_coalesced_": _all_gather,
-    "_reduce_scatter_base_": _of_one(_reduce_scatter), "reduce_scatter_tensor_coalesced_": _reduce_scatter,
-    "reduce_scatter_": _with_outputs(_reduce_scatter), "allreduce_": _with_outputs(_all_reduce),
-    "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _with_outputs(_broadcast),
-    "scatter_": _with_outputs(_scatter), "gather_": _gather_to, "barrier": _barrier, "alltoall_base_": _all_to_all,
-}  # fmt: skip
+    "_allgather_base_": _of_one(_all_gather),
+    "allgather_into_tensor_coalesced_": _all_gather,
+    "allgather_": _with_outputs(_all_gather),
+    "allgather_coalesced_": _all_gather,
+    "_reduce_scatter_base_": _of_one(_reduce_scatter),
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter,
+    "reduce_scatter_": _with_outputs(_reduce_scatter),
+    "allreduce_": _with_outputs(_all_reduce),
+    "allreduce_coalesced_": _all_reduce_coalesced,
+    "broadcast_": _with_outputs(_broadcast),
+    "scatter_": _with_outputs(_scatter),
+    "gather_": _gather_to,
+    "barrier": _barrier,
+    "alltoall_base_": _all_to_all,
+}
 REFUSED = "reduce_", "alltoall_", "send", "recv_", "recv_any_source_"
 _KERNELS |= {name: _refuse(name) for name in REFUSED}

@@ -42,8 +42,12 @@ class Outcome(NamedTuple):
 
 
 KINDS = (  # type, exit code, whether all ranks raise it together
-    (DataError, 3, False), (CheckpointError, 4, True), (Refused, 2, False), (NonFinite, 5, True), (Desync, 7, True),
-)  # fmt: skip
+    (DataError, 3, False),
+    (CheckpointError, 4, True),
+    (Refused, 2, False),
+    (NonFinite, 5, True),
+    (Desync, 7, True),
+)
 
 
 class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how it ended

@@ -68,8 +68,10 @@ class FiniteCheck:
             return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
         if len(self.norms) >= SETTLED and 0 < self.c.spike * mean < norm:
-            self._say(f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "
-                      f"{len(self.norms)} steps ({mean:.4g}), {samples}")  # fmt: skip
+            self._say(
+                f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "
+                f"{len(self.norms)} steps ({mean:.4g}), {samples}"
+            )
         self.norms.append(norm)
         self.in_a_row = 0
 
@@ -92,8 +94,10 @@ class FiniteCheck:
         self.skipped = self.skipped + 1
         self.in_a_row = self.in_a_row + 1
         if self.in_a_row > c.max_skips:
-            raise NonFinite(f"{told}: {self.in_a_row} updates in a row left out, more than the {c.max_skips} of "
-                            f"{flag}; lower --lr {c.lr}")  # fmt: skip
+            raise NonFinite(
+                f"{told}: {self.in_a_row} updates in a row left out, more than the {c.max_skips} of "
+                f"{flag}; lower --lr {c.lr}"
+            )
         self._say(f"{told}: update left out on all ranks ({self.in_a_row} in a row)")
 
     def _say(self, text: str) -> None:

@@ -70,8 +70,14 @@ class Watchdog(AbstractContextManager):
     """limit: seconds without progress that end the run, 0: none; may be changed, as after the first step. begun:
     whether a step is done: a signal then waits for the next boundary. on_end(outcome): called once, before the end."""
 
-    def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = ".",
-                 signals: Signals | None = None):  # fmt: skip
+    def __init__(
+        self,
+        limit: float,
+        rank: int = 0,
+        world: int = 1,
+        folder: str | Path = ".",
+        signals: Signals | None = None,
+    ):
         self.limit = limit
         self.rank = rank
         self.world = world

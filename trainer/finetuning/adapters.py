@@ -33,8 +33,14 @@ ADAPTER = "default"  # its name in peft
 DRAWN = "drawn from --seed"  # what a checkpoint says of frozen weights that were not loaded
 
 
-def attach(model: HuggingFaceModel, folder: str, lora: int, lora_alpha: float, lora_targets: list[str],
-           random: bool = False) -> None:  # fmt: skip
+def attach(
+    model: HuggingFaceModel,
+    folder: str,
+    lora: int,
+    lora_alpha: float,
+    lora_targets: list[str],
+    random: bool = False,
+) -> None:
     """Freezes a model on the meta device and puts adapters of rank `lora` beside the linear layers that `lora_targets`
     names. random: the frozen weights are drawn, not those of `folder`. ValueError: a target names no linear layer."""
     inner = model.model

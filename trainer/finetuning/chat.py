@@ -75,8 +75,16 @@ class Examples:
     """The examples of sources that have a label, cut to seqlen + 1 tokens. Raises DataError if there is none, or a
     token outside the vocabulary."""
 
-    def __init__(self, sources: Sequence[str], flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
-                 rules: Rules, cache: str | None):  # fmt: skip
+    def __init__(
+        self,
+        sources: Sequence[str],
+        flag: str,
+        tokenizer: PreTrainedTokenizerFast,
+        seqlen: int,
+        vocab: int,
+        rules: Rules,
+        cache: str | None,
+    ):
         source = self.source = " ".join(sources)
         found = [check_files(each, flag) for each in sources]
         self.files = [*chain.from_iterable(found)]
@@ -105,8 +113,11 @@ class Examples:
         file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")
         # The number of its source.
         self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]
-        notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
-                 "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"]}  # fmt: skip
+        notes = {
+            f"cut to {_n(seqlen + 1)} tokens": len(cut),
+            "dropped for want of a label": len(ends) - len(self.chosen),
+            **about["counts"],
+        }
         self.words = f"{counted(len(self.files), 'file')}, {counted(len(ends), 'example')}"
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
         if bad := sum(about["reasons"].values()):
@@ -203,11 +214,25 @@ class ChatBatches(ReadAhead):
     bytes = overfit = False  # what Batches may be
     unit = "tokens"
 
-    def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
-                 seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, pad: str = "fixed",
-                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
-                 positions: bool = False, until: bool = False,
-                 **rules: Any):  # fmt: skip
+    def __init__(
+        self,
+        source: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        global_batch: int,
+        seqlen: int,
+        vocab: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        pad: str = "fixed",
+        hold_out: bool = False,
+        eval_source: str | None = None,
+        cache: str | None = None,
+        positions: bool = False,
+        until: bool = False,
+        **rules: Any,
+    ):
         self.global_batch = global_batch
         self.seqlen = seqlen
         self.vocab = vocab
@@ -288,8 +313,10 @@ class ChatBatches(ReadAhead):
         words = f"{self.data.source}, {self.data.words}; {_n(len(chosen))} to train on"
         words += f" in {_n(self.epoch_samples)} rows of {_n(self.seqlen)}" * (self.pad == "pack")
         if self.shares is not None:
-            parts = [f"{share / self.epoch_samples:.1%} from {path} ({share / size:.2f} passes)"
-                     for share, size, path in zip(self.shares, self.sizes, paths, strict=True)]  # fmt: skip
+            parts = [
+                f"{share / self.epoch_samples:.1%} from {path} ({share / size:.2f} passes)"
+                for share, size, path in zip(self.shares, self.sizes, paths, strict=True)
+            ]
             words += f", in an epoch {', '.join(parts)}"
         words += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
         words += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"

@@ -65,15 +65,19 @@ def check_folder(folder: str, weights: bool = True) -> None:
         if not weights:
             return
         if path is None:
-            raise DataError(f"{folder}: expected {' or '.join(FILES)} or its index, found neither; download the "
-                            "weights, or add --random")  # fmt: skip
+            raise DataError(
+                f"{folder}: expected {' or '.join(FILES)} or its index, found neither; download the "
+                "weights, or add --random"
+            )
         if not os.path.exists(path):
             named = set(json.loads(Path(f"{path}.index.json").read_bytes())["weight_map"].values())
             if absent := sorted(
                 name for name in named if not os.path.exists(os.path.join(folder, name))
             ):
-                raise DataError(f"{path}.index.json: names {counted(len(absent), 'absent file')}: "
-                                f"{', '.join(absent[:5])}; download them")  # fmt: skip
+                raise DataError(
+                    f"{path}.index.json: names {counted(len(absent), 'absent file')}: "
+                    f"{', '.join(absent[:5])}; download them"
+                )
     except OSError as error:
         raise DataError(
             f"{error.filename}: {error.strerror}; use a folder of transformers"

@@ -13,14 +13,44 @@ from trainer.finetuning import messages as forms
 from trainer.finetuning.messages import SKIP, BadLine
 
 FORMATS = "auto", "messages", "prompt", "text", "sharegpt", "alpaca"
-NAMES = ("messages", "prompt", "completion", "text", "tools", "conversations", "system", "instruction", "input",
-         "output", "history", "role", "content")  # fmt: skip
+NAMES = (
+    "messages",
+    "prompt",
+    "completion",
+    "text",
+    "tools",
+    "conversations",
+    "system",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "role",
+    "content",
+)
 OF_MESSAGES = "role", "content"  # the names among them of keys in a message
-ROLES = dict(human="user", user="user", gpt="assistant", assistant="assistant", bot="assistant", chatgpt="assistant",
-             model="assistant", system="system", tool="tool", observation="tool", function_response="tool",
-             function_call="assistant", developer="developer")  # fmt: skip
-NEEDED = dict(messages=["messages"], prompt=["prompt", "completion"], text=["text"], sharegpt=["conversations"],
-              alpaca=["instruction", "output"])  # fmt: skip
+ROLES = dict(
+    human="user",
+    user="user",
+    gpt="assistant",
+    assistant="assistant",
+    bot="assistant",
+    chatgpt="assistant",
+    model="assistant",
+    system="system",
+    tool="tool",
+    observation="tool",
+    function_response="tool",
+    function_call="assistant",
+    developer="developer",
+)
+NEEDED = dict(
+    messages=["messages"],
+    prompt=["prompt", "completion"],
+    text=["text"],
+    sharegpt=["conversations"],
+    alpaca=["instruction", "output"],
+)
 
 
 def parsed(words: tuple[str, ...]) -> dict[str, str]:

@@ -170,8 +170,15 @@ class _Reader:
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[np.ndarray]]:
         """Of each text its ids and [n, 2], where each of them begins and ends in the text."""
-        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, padding=False,
-                             truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
+        out = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
         ends = [
             np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2)
             for each in out["offset_mapping"]
@@ -421,8 +428,13 @@ def _save(path: Path, data: Tokenised) -> None:
         os.replace(f"{folder}/data", path)
 
 
-def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules, cache: str | None = None,
-              flag: str = "--data") -> Tokenised:  # fmt: skip
+def tokenised(
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerFast,
+    rules: Rules,
+    cache: str | None = None,
+    flag: str = "--data",
+) -> Tokenised:
     """The examples of files, with `digest` in what is told about them. cache: a folder (None: simple_fsdp in
     $XDG_CACHE_HOME or ~/.cache). flag: that of the files, for messages. Raises DataError for what cannot be used."""
     source = str(files[0])

@@ -38,8 +38,16 @@ from trainer.optimizer import local
 from trainer.step import OneGraph, Step
 
 DIP = 0.02  # as a fraction of what the step adds at its highest peak
-PIECES = ("parameters", "Adam's moments", "other from before the step", "saved for backward",
-          "weights, gathered or cast", "logits", "gradients", "workspace")  # fmt: skip
+PIECES = (
+    "parameters",
+    "Adam's moments",
+    "other from before the step",
+    "saved for backward",
+    "weights, gathered or cast",
+    "logits",
+    "gradients",
+    "workspace",
+)
 PARAMETERS, MOMENTS, OTHER, SAVED, WEIGHTS, LOGITS, GRADIENTS, WORKSPACE = PIECES
 MARK = "memory: "
 MODULE = "module: "
@@ -520,8 +528,11 @@ def before(
     o = step.optimizer
     total = Counter()
     known = set()
-    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [t for *_, t in o.moments()],
-              OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
+    groups = {
+        PARAMETERS: step.model.parameters(),
+        MOMENTS: [t for *_, t in o.moments()],
+        OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets],
+    }
     for piece, tensors in groups.items():
         for t in (local(t.detach()) for t in tensors):
             if key(t) not in known:
@@ -558,15 +569,19 @@ def watch(
     phases = [m for m in marks if m[1] != GRADIENTS]
     phases = [m for i, m in enumerate(phases) if not i or m[1] != phases[i - 1][1]]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    notes = ["a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA",
-             "a CPU's allocator does not report frees of what was there before the step",
-             "the resident memory of this run holds the profiler's events as well"]  # fmt: skip
+    notes = [
+        "a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA",
+        "a CPU's allocator does not report frees of what was there before the step",
+        "the resident memory of this run holds the profiler's events as well",
+    ]
     if tokens.is_cuda:
         base[OTHER] -= kept
         notes = [
             f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"
         ]
     if not phases:
-        notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
-                     "that no collective reads; both are workspace")  # fmt: skip
+        notes.append(
+            "one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
+            "that no collective reads; both are workspace"
+        )
     return loss, Timeline(events, phases, base, sizes_of(c, world)), notes

@@ -343,8 +343,12 @@ class Names:
         self.parameters = {
             id(p): self.place(name.rpartition(".")[0]) for name, p in step.model.named_parameters()
         }
-        self.shown_modules = {name: m for name, m in step.model.named_modules() if name in blocks or (
-            not [*m.children()] and self.places[words_of(name)] == name and name)}  # fmt: skip
+        self.shown_modules = {
+            name: m
+            for name, m in step.model.named_modules()
+            if name in blocks
+            or (not [*m.children()] and self.places[words_of(name)] == name and name)
+        }
         self.plain = GraphLowering.compile_to_module
         config.cache_key_tag = f"{config.cache_key_tag} {TAG}".strip()
         noted = functools.partialmethod(Names.note, names=self)
@@ -397,8 +401,10 @@ class Names:
         track = self.track
         swapped = []
         moved = lambda params: self.some(self.parameters.get(id(p), "") for p in params)  # noqa: E731
-        names = dict(_all_gather=lambda args: f"all-gather {moved(args[0])}",
-                     _reduce=lambda args: f"reduce {moved(args[2])}")  # fmt: skip
+        names = dict(
+            _all_gather=lambda args: f"all-gather {moved(args[0])}",
+            _reduce=lambda args: f"reduce {moved(args[2])}",
+        )
         with self.step.watched(lambda phase, _: track.to(0, PHASES[phase])), ExitStack() as stack:
             stack.callback(track.to, 0, None)
             for name, says in names.items():

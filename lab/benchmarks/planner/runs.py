@@ -32,9 +32,15 @@ ROOT = Path(__file__).parents[3]
 # What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
 # about 1.7 times as long as the second (Dao 2023, arXiv:2307.08691, figures 4 to 7), whose rate hardware.toml has.
 NEUTRAL = {
-    "a100-80 products": 1.0, "h100 products": 1.0, "a100-80 memory": 1.0, "h100 memory": 1.0,
-    "a100-80 eager attention": 0.6, "h100 eager attention": 0.6, "eager passes": 1.0, "straggling": 0.0,
-}  # fmt: skip
+    "a100-80 products": 1.0,
+    "h100 products": 1.0,
+    "a100-80 memory": 1.0,
+    "h100 memory": 1.0,
+    "a100-80 eager attention": 0.6,
+    "h100 eager attention": 0.6,
+    "eager passes": 1.0,
+    "straggling": 0.0,
+}
 FLOOR_US = 10.0  # of an eager operation: a launch of some kernels. Not fitted
 HELD = 0.85  # part of the rows of a kind that its stated error holds
 
@@ -180,15 +186,24 @@ def bars(found: Sequence[tuple[Row, float]]) -> dict[str, tuple[int, float]]:
 def field_text() -> str:
     """What field.toml shall hold."""
     rows = published()
-    lines = ["# Written by python -m lab.benchmarks.planner.runs --fit, from the runs of reference/.",
-             "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
-             "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
-             "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
-             "", "[constants]"]  # fmt: skip
+    lines = [
+        "# Written by python -m lab.benchmarks.planner.runs --fit, from the runs of reference/.",
+        "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
+        "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
+        "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
+        "",
+        "[constants]",
+    ]
     lines += [f'"{name}" = {value:.3f}' for name, value in fit(third(rows)).items()]
     lines += ["", "[ran]", f"beyond_limit = [{len(beyond(rows))}, {len(rows)}]"]
-    return "\n".join([*lines, "", "[bars]", *(f'"{kind}" = [{n}, {bar:.3f}]'
-                                              for kind, (n, bar) in bars(left_out()).items())])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "[bars]",
+            *(f'"{kind}" = [{n}, {bar:.3f}]' for kind, (n, bar) in bars(left_out()).items()),
+        ]
+    )
 
 
 def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
@@ -260,8 +275,10 @@ def memory() -> list[str]:
         figures = quantile(map(abs, off), 0.5), quantile(off, 0.5), max(map(abs, off))
         lines.append(f"{kind}: {len(mine)}, {figures[0]:.1f}, {figures[1]:+.1f}, {figures[2]:.1f}")
         if kind.startswith("published") and not kind.endswith("allocated"):
-            rows += [f"{planned:.1f}, {measured:.1f}, {100 * (planned / measured - 1):+.1f}, {name}"
-                     for planned, measured, name in mine]  # fmt: skip
+            rows += [
+                f"{planned:.1f}, {measured:.1f}, {100 * (planned / measured - 1):+.1f}, {name}"
+                for planned, measured, name in mine
+            ]
     return lines + rows
 
 
@@ -273,8 +290,10 @@ def beyond(rows: Sequence[Row]) -> list[Row]:
 def too_full(rows: Sequence[Row]) -> str:
     above = sum(row.peak > row.q.gpu.memory for row in rows)
     named = "".join(f"; {row.setting}" for row in beyond(rows))
-    return (f"ran, but planned as not fitting: {len(beyond(rows))} of {len(rows)}, {above} of them above the whole "
-            f"memory{named}")  # fmt: skip
+    return (
+        f"ran, but planned as not fitting: {len(beyond(rows))} of {len(rows)}, {above} of them above the whole "
+        f"memory{named}"
+    )
 
 
 def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
@@ -301,7 +320,10 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m lab.benchmarks.planner.runs", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m lab.benchmarks.planner.runs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--fit", action="store_true", help="print lab/planning/field.toml")
     print(field_text()) if parser.parse_args().fit else show()

@@ -26,8 +26,12 @@ from trainer.distributed.terminal import Progress, fail, markdown, one_line, tel
 from trainer.logging import check_writable
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser("verify", description=__doc__, allow_abbrev=False,
-                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    _parser = argparse.ArgumentParser(
+        "verify",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (default: 10)")
     _parser.add_argument(
         "--only", nargs="+", metavar="PART", default=[], help="such as 1.5, or 1 for all of part 1"

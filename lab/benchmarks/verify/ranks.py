@@ -75,8 +75,14 @@ class Trained:
         return dict(losses=losses, norms=norms, ms=self.timer.ms(), bits=checksum(self.step))
 
 
-def train(asked: dict, configs: dict[str, flags.Config], device: torch.device, rank: int, world: int,
-          watchdog: Watchdog) -> dict[str, dict]:  # fmt: skip
+def train(
+    asked: dict,
+    configs: dict[str, flags.Config],
+    device: torch.device,
+    rank: int,
+    world: int,
+    watchdog: Watchdog,
+) -> dict[str, dict]:
     """What each setting did. Collective."""
     told = {}
     for names in [[*configs]] if asked["traces"] else [[name] for name in configs]:
