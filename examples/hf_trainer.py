@@ -57,22 +57,9 @@ if __name__ == "__main__":
     one_worker_thread()  # gloo's, on CPUs
     on_cpu = dict() if torch.cuda.is_available() else dict(use_cpu=True, ddp_backend="gloo")
     args = TrainingArguments(  # also starts torch.distributed
-        sys.argv[1],
-        max_steps=6,
-        per_device_train_batch_size=4,
-        train_sampling_strategy="sequential",
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.5,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_steps=6,
-        save_only_model=True,
-        disable_tqdm=True,
-        report_to="none",
-        **on_cpu,
-    )
+        sys.argv[1], max_steps=6, per_device_train_batch_size=4, train_sampling_strategy="sequential",
+        learning_rate=3e-3, lr_scheduler_type="constant", max_grad_norm=0.5, logging_steps=1, eval_strategy="steps",
+        eval_steps=3, save_steps=6, save_only_model=True, disable_tqdm=True, report_to="none", **on_cpu)  # fmt: skip
     mesh = dist.init_device_mesh(args.device.type, (args.world_size,))
     model = data_parallel(tiny_llama().to(args.device), mesh)
     trainer = ShardedTrainer(

@@ -22,9 +22,7 @@ from overlap import compile_options
 from simple_fsdp import data_parallel
 
 FOLDER = "runs/own_loop"  # a folder for each saved step in it
-VOCAB = 64
-WIDTH = 64
-DEPTH = 2
+VOCAB, WIDTH, DEPTH = 64, 64, 2
 # What torchrun tells each rank; without torchrun there is one.
 ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
 
