@@ -131,8 +131,9 @@ class Signals:
         if self.over:
             return
         if not self.got:
-            self.got = signum
+            # Before `got`: a signal that comes meanwhile is a first one, not a second that kills.
             self.at = time.monotonic()
+            self.got = signum
             if self.speak and signum == signal.SIGINT:  # somebody sits at the terminal
                 # Stderr may be a pipe to `tee`, which the same Ctrl-C has ended.
                 with suppress(Exception):

@@ -252,8 +252,8 @@ class Progress(AbstractContextManager):
     def __str__(self) -> str:
         words = self.words() if callable(self.words) else self.words
         if words != self.said:
+            self.since = time.monotonic()  # before `said`, by which another thread takes it for set
             self.said = words
-            self.since = time.monotonic()
         what, mark, hint = words.partition("; ")
         seconds = int(time.monotonic() - self.since)
         return what + f", {seconds} s" * (seconds > 0 and what != "") + mark + hint

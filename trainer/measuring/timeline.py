@@ -294,7 +294,7 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
     return [*text, *notes]
 
 
-def draw(timeline: Timeline, path: str) -> None:
+def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
     """Memory over the events of the step, a band per piece, for a column of a paper. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -332,7 +332,7 @@ def draw(timeline: Timeline, path: str) -> None:
             )
         ax.set(
             xlabel="allocations and frees of one step, in order",
-            ylabel="MiB",
+            ylabel=label,
             xlim=(0, max(1, n - 1)),
         )
         for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
