@@ -130,16 +130,17 @@ def test_no_check_is_an_assert_that_python_O_removes():
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize(("flag", "name", "code"), [
-    ("--data", "text:pipe", 3), ("--data", "bin:pipe", 3), ("--init", "pipe.safetensors", 4), ("--init", "pipe.pt", 4),
-    ("--results", "pipe", 2),
+@pytest.mark.parametrize(("flag", "name", "code", "found"), [
+    ("--data", "text:fifo", 3, "found a pipe"), ("--data", "bin:fifo", 3, "found none"),
+    ("--init", "fifo.safetensors", 4, "pipe"), ("--init", "fifo.pt", 4, "pipe"), ("--results", "fifo", 2, "is a pipe"),
 ])  # fmt: skip
-def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, name, code, train):
-    os.mkfifo(name.partition(":")[2] or name)
+def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, name, code, found, train):
+    path = name.partition(":")[2] or name
+    os.mkfifo(path)
     signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
     done = train(flag, name)
     signal.alarm(0)
-    fails(done, code, "pipe")
+    fails(done, code, f"{path}: ", found)
 
 
 def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):

@@ -258,7 +258,7 @@ def test_weights_that_are_bad_leave_a_row_in_every_compile_mode(train, tmp_path)
     for compile in "none", "fwdbwd":
         done = train("--init", tmp_path / "bad.safetensors", "--compile", compile)
         fails(done, 4, "bad.safetensors")
-        assert done.row["outcome"].startswith("failed: ")
+        assert done.row["outcome"].startswith("failed: ") and set(KEYS) <= done.row.keys() and done.row["n"] == 0
 
 
 def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(train, monkeypatch):
