@@ -80,6 +80,16 @@ def test_a_second_signal_ends_the_process_at_once_unless_it_is_ending(over, monk
     assert (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM) != over
 
 
+def test_a_second_signal_while_the_first_is_noted_ends_nothing(monkeypatch):
+    signals = Signals(speak=False)
+    others = [signal.SIGINT]
+    clock = SimpleNamespace(monotonic=lambda: others and signals.note(others.pop()) or 1e6)
+    monkeypatch.setattr(control, "time", clock)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("the process would end"))
+    signals.note(signal.SIGTERM)
+    assert signals.got == signal.SIGTERM and signals.at == 1e6
+
+
 def test_ctrl_c_is_answered_by_the_rank_that_speaks(capfd):
     for speak in (True, False):
         with Signals(speak):

@@ -144,6 +144,21 @@ def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatc
     assert out.getvalue() == told, "it goes on after its end"
 
 
+def test_a_stage_that_is_told_while_it_begins_has_no_seconds_yet(monkeypatch):
+    progress = Progress("first", speak=False)
+    told = []
+
+    def monotonic():  # another thread comes meanwhile
+        if not told:
+            told.append("")
+            told.append(f"{progress}")
+        return 1e6
+
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=monotonic))
+    progress.stage("second")
+    assert told[1] == f"{progress}" == "second"
+
+
 def test_on_a_terminal_the_line_stays_below_what_is_printed_and_goes(xterm, monkeypatch):
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
