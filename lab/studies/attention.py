@@ -461,8 +461,8 @@ def suspicious(line: dict[str, str]) -> str:
 
 def figure(rows: list[dict], folder) -> list[Path]:
     """Forward and backward over the length, by backend, at the largest head dimension, in the first dtype."""
-    most = max((row["head_dim"] for row in rows), default=0)
-    dtype = rows[0]["dtype"] if rows else ""
+    most = max(row["head_dim"] for row in rows)
+    dtype = rows[0]["dtype"]
     made = {}
     for row in rows:
         if (row["head_dim"], row["dtype"]) == (most, dtype):

@@ -310,14 +310,13 @@ def table(rows: list[dict]) -> tuple[str, str]:
 
 def figure(rows: list[dict], folder) -> list:
     """Milliseconds over the size at the most ranks; the ring also by formula."""
-    row = max(rows, key=lambda row: row["setting"]["ranks"], default=None)
+    row = max(rows, key=lambda row: row["setting"]["ranks"])
     made = {
         op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
-        for op, found in (row or {}).get("ops", {}).items()
+        for op, found in row["ops"].items()
     }
-    if row:
-        sizes = zip(row["setting"]["mb"], row["nbytes"], strict=True)
-        made["ring by formula"] = [(mb, ring_ms(row, nbytes)) for mb, nbytes in sizes]
+    sizes = zip(row["setting"]["mb"], row["nbytes"], strict=True)
+    made["ring by formula"] = [(mb, ring_ms(row, nbytes)) for mb, nbytes in sizes]
     return curves(folder, "collectives", made, "MB of the whole tensor", "ms")
 
 

@@ -5,7 +5,7 @@ A study is a module of this folder: a question, its formula, its measurement, an
     settings(args) -> [dict]            # plain values; a row each
     measure(setting, args) -> dict      # the figures of a row. An exception becomes the row's outcome, OOM or failed
     table(rows) -> (about, markdown)    # of rows that `newest` has chosen, published figures beside ours
-    figure(rows, folder) -> [Path]      # one plot, of rows that are ok; plots.NoFigure says why there is none
+    figure(rows, folder) -> [Path]      # one plot, of one or more rows that are ok; NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
     instead(args) -> bool               # if it can do something else than measure: whether it has
     SAME = "batch",                     # what settings of one table have in common, if there is any
@@ -417,7 +417,11 @@ def table_of(heads: str, lines: list[tuple[str, ...]]) -> str:
 
 def figure(study: ModuleType, rows: list[dict], folder: Path) -> list[Path]:
     """The plot of what is ok. NoFigure: it would show nothing."""
-    return study.figure([row for row in rows if row["outcome"] == "ok"], folder)
+    from lab.report import plots
+
+    if not (done := [row for row in rows if row["outcome"] == "ok"]):
+        raise plots.NoFigure("no row has a figure")
+    return study.figure(done, folder)
 
 
 def curves(

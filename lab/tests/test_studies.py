@@ -178,6 +178,13 @@ def test_a_table_may_have_no_lines():
     assert study.table_of("a | b", []) == "| a | b |\n|---|---|"
 
 
+@pytest.mark.parametrize("name", study.names())
+def test_a_figure_of_rows_that_failed_says_that_there_is_none(name):
+    plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
+    with pytest.raises(plots.NoFigure, match="no row has a figure"):
+        study.figure(study.study(name), [dict(outcome="failed: no")], None)
+
+
 def test_a_plot_leaves_out_what_a_logarithm_has_not(tmp_path):
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
     svg, png = study.curves(tmp_path, "toy", {"a": [(44, 0.0), (55, None), (66, 8.0)]}, "x", "y", {"here": 60})

@@ -222,6 +222,3 @@ def test_a_table_of_rows_that_failed_says_so(module):
     row = dict(study=study.name_of(module), commit="a", torch="b", device="c", outcome="failed: no")
     told, table = module.table([row | dict(setting=c) for c in module.settings(args)])
     assert table.count("failed: no") == len(module.settings(args)) and "None" not in told
-    plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
-    with pytest.raises(plots.NoFigure):
-        study.figure(module, [row | dict(setting=c) for c in module.settings(args)], None)
