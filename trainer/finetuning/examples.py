@@ -66,11 +66,10 @@ class Tokenised(NamedTuple):  # N tokens of E examples, each of these of int64
     # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files, top: the largest id.
     about: dict[str, Any]
 
-    def parts(self) -> Iterator[np.ndarray]:
-        """What a file holds: [E, 4], then the tokens in pieces."""
-        yield np.stack(self[:4], 1)
+    def pieces(self) -> Iterator[np.ndarray]:
+        """All tokens, some after the other."""
         count = int(self.ends[-1])
-        yield from (self.tokens(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
+        return (self.tokens(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
 
 
 PIECE = 1 << 20  # tokens
@@ -360,9 +359,15 @@ def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict
 def _digests(data: Tokenised) -> dict[str, str]:
     """digest: of the examples, by which a checkpoint knows its data. whole: of all that a file of the cache holds."""
     made = hashlib.blake2b(digest_size=16)
-    for part in data.parts():
-        made.update(part)
+    # These bytes stay, whatever a file of the cache looks like: without that, older checkpoints are refused.
+    for part in chain(
+        (each >> 1 for each in data.pieces()),
+        (each & 1 == 1 for each in data.pieces()),
+        (data.ends, data.lines, data.seams == 1),
+    ):
+        made.update(part.tobytes())
     digest = made.hexdigest()
+    made.update(np.stack(data[:4]).tobytes())
     about = {
         name: each for name, each in data.about.items() if name not in ("name", "digest", "whole")
     }
@@ -423,7 +428,8 @@ def _save(path: Path, data: Tokenised) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         with open(f"{folder}/data", "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for part in data.parts():
+            file.write(np.stack(data[:4], 1))
+            for part in data.pieces():
                 file.write(part)
         os.replace(f"{folder}/data", path)
 
