@@ -7,6 +7,7 @@ Lines, labels and batches: tests/test_chat.py, tests/test_chat_batches.py.
 
 import importlib.util
 import json
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -185,10 +186,9 @@ def test_each_epoch_of_a_mixture_has_exactly_its_shares_and_passes_each_source_e
 
 @pytest.mark.parametrize("kind", [".jsonl", pytest.param(".parquet", marks=needs_pyarrow)])
 def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_other_files(kind, tokenizer, tmp_path):
-    def mixed(suffix, share=0.7, **changes):
+    def mixed(suffix, **changes):
         paths = [write(tmp_path / f"{n}{suffix}", rows) for n, rows in (("a", lines(30)), ("b", chats(12)))]
-        mixture = [f"{paths[0]}:{share}", f"{paths[1]}:{1 - share}"]
-        return batches_of(mixture, tokenizer, tmp_path, hold_out=True, **changes)
+        return batches_of([f"{paths[0]}:0.7", f"{paths[1]}:0.3"], tokenizer, tmp_path, hold_out=True, **changes)
 
     one = [next(batches)[:2] for batches in [mixed(".jsonl")] for _ in range(25)]
     ranks = [mixed(kind, rank=rank, world=2) for rank in range(2)]
@@ -200,7 +200,6 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_ot
         if number >= 10:
             assert torch.equal(next(resumed)[1], targets)
     assert resumed.fingerprint == mixed(".jsonl").fingerprint and len(resumed.held) == 2  # one of each
-    assert mixed(".jsonl", 0.5).fingerprint != resumed.fingerprint  # which a run that goes on is refused for
 
 
 def test_without_weights_several_sources_are_one(tokenizer, tmp_path):
@@ -219,6 +218,17 @@ def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
                         ([f"{a}:99", f"{b}:0.01"], f"--data {b}: gives none of the 16 rows of an epoch; raise its")):
         refused(2, said, tune("--steps", 1, "--data", *words))
     refuse("each file once, found one twice", batches_of, [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
+
+
+def test_a_run_of_a_mixture_is_resumed_bit_equal_and_refused_for_another(tune, tmp_path):
+    a, b = (write_data(tmp_path / f"{n}.jsonl", 16) for n in "ab")
+    usual = "--steps", 2, "--log-every", 1, "--save", "s", "--save-every", 1, "--data"
+    whole = fine(tune(*usual, f"{a}:0.8", f"{b}:0.2"))
+    assert whole.row["flags"]["data"] == ["a.jsonl:0.8", "b.jsonl:0.2"]  # no path: it may name a user
+    shutil.rmtree("s/step-00000002")
+    again = fine(tune(*usual, f"{a}:0.8", f"{b}:0.2"))
+    assert losses(again) == losses(whole)[1:] and "the command line wins" not in again.out
+    refused(3, f"--data {a}:0.7 {b}:0.3: expected the data of s/step-", tune(*usual, f"{a}:0.7", f"{b}:0.3"))
 
 
 # ------------------------------------------------------------------------------------------- columns of other programs
