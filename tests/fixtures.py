@@ -227,6 +227,18 @@ def train(capfd, tmp_path):
     return train
 
 
+@pytest.fixture
+def trains(train):
+    """The same of a run that must end well."""
+
+    def trains(*argv, **how):
+        done = train(*argv, **how)
+        assert done.code == 0, done.err
+        return done
+
+    return trains
+
+
 @pytest.fixture(scope="module")
 def saved_run(one_thread, tmp_path_factory) -> Path:
     """Steps 2, 4 and 6 of a run, not to be changed."""

@@ -16,30 +16,29 @@ from trainer.parallelize import build
 UNEVEN = ["--vocab", "257", "--steps", "2"]  # the embedding: 129 and 128 rows
 
 
-def contents(step: Path) -> dict[str, torch.Tensor]:
+def contents(step):
     """Every tensor of a saved step, read by torch's own reader."""
-    whole = step.parent / f"{step.name}.pt"
-    dcp_to_torch_save(step, whole)
-    return torch.load(whole)
+    dcp_to_torch_save(step, f"{step}.pt")
+    return torch.load(f"{step}.pt")
 
 
-def parameters(step: Path) -> dict[str, torch.Tensor]:
+def parameters(step):
     return {n: t for n, t in contents(step).items() if n.startswith(("emb.", "blocks.", "norm.", "head."))}
 
 
-def assert_bitwise(a: dict, b: dict) -> None:
+def assert_bitwise(a, b):
     assert a.keys() == b.keys() and len(a) > 3
     for name, t in a.items():
         assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name
 
 
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-????????"))
 
 
-def state_of(step: Path) -> dict:
+def state_of(step):
     """What a saved step's train_state.json says."""
-    return json.loads((step / "train_state.json").read_text())
+    return json.loads(Path(step, "train_state.json").read_text())
 
 
 def start_of(c, step, batches):
@@ -56,11 +55,11 @@ def made(world, *argv, seed=0):
     return c, build(c, torch.device("cpu"), world), batches
 
 
-def raw(t: torch.Tensor) -> bytes:
+def raw(t):
     return t.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def whole(step) -> dict[str, tuple]:
+def whole(step):
     """Dtype, shape and bytes of every tensor that is saved."""
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in checkpoint.tensors(step).items()}
     return {n: (str(t.dtype), t.shape, raw(t)) for n, t in state.items()}

@@ -93,7 +93,8 @@ def test_one_compile_cache_keeps_the_kernels_apart_and_finds_each_again():
                 f(q)
             ran.append(ops.count[FLASH])
     assert ran == [1, 1, 0] * 2
-    assert hits[3:] == [True] * 3 and not hits[2]
+    assert hits[3:] == [True] * 3
+    assert not hits[2]
 
 
 @pytest.mark.parametrize(("kernel", "op"), [("cudnn", "_scaled_dot_product_cudnn_attention"),
@@ -106,7 +107,8 @@ def test_the_ops_of_a_gpu_take_these_arguments(kernel, op):
     with Ops() as ops:
         y = sdpa_kernel(kernel, q, k, k)
         gradients = torch.autograd.grad(y, (q, k), torch.empty_like(y))
-    assert y.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape]
+    assert y.shape == q.shape
+    assert [g.shape for g in gradients] == [q.shape, k.shape]
     assert ops.count[op] == ops.count[f"{op}_backward"] == 1
     assert getattr(torch.ops.aten, op).default in model_file.ATTENTION  # what recomputation keeps
 
@@ -132,7 +134,8 @@ def test_auto_on_a_gpu_takes_the_first_that_runs_and_says_why_not_the_others(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "refusal", lambda kernel, *_: f"no {kernel}" if kernel in refused.split() else None)
     kernel, text = kernels.sdpa("auto", SHAPE, CUDA)
-    assert kernel == chosen and text.startswith(f"sdpa {chosen} (auto")
+    assert kernel == chosen
+    assert text.startswith(f"sdpa {chosen} (auto")
     assert all(f"not {name}: no {name}" in text for name in refused.split())
 
 
@@ -193,10 +196,12 @@ def test_stored_options_are_those_of_device_and_shape(tmp_path):
     key = kernels.options_key(kernels.shape_of(c), CPU)
     attention.store(path, "another device", {"options": {"fwd_BLOCK_M": 16}})
     *chosen, text = kernels.choose_kernel(c, CPU)
-    assert chosen == ["default", ()] and f"has none for {key}" in text
+    assert chosen == ["default", ()]
+    assert f"has none for {key}" in text
     attention.store(path, key, {"options": {"fwd_BLOCK_M": 64, "bwd_num_warps": 8}})
     _, options, text = kernels.choose_kernel(c, CPU)
-    assert options == (("bwd_num_warps", 8), ("fwd_BLOCK_M", 64)) and "bwd_num_warps=8" in text
+    assert options == (("bwd_num_warps", 8), ("fwd_BLOCK_M", 64))
+    assert "bwd_num_warps=8" in text
     hash(ModelConfig(attn="flex", flex_options=options))
     assert kernels.choose_kernel(flex_config(None), CPU)[-1] == "flex, default kernel options"
 
@@ -208,7 +213,8 @@ def test_a_broken_or_missing_file_of_options_is_one_line(tmp_path, text):
         path.write_text(text)
     with pytest.raises(ValueError) as error:
         kernels.choose_kernel(flex_config(path), CPU)
-    assert str(error.value).startswith(f"--attn flex:{path}: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--attn flex:{path}: ")
+    assert "\n" not in str(error.value)
 
 
 def test_options_are_in_the_graph_of_the_model(monkeypatch):

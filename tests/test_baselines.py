@@ -36,7 +36,7 @@ def without_code(function, options=None, **how):
     return COMPILE(function, backend="aot_eager", **how)
 
 
-def train(argv: str, steps=4) -> list[tuple[float, float]]:
+def train(argv, steps=4):
     torch._dynamo.reset()
     torch.compile = without_code
     rank = dist.get_rank()
@@ -71,7 +71,7 @@ LABELS = {
 }  # fmt: skip
 
 
-def masked() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def masked():
     """[12, 8] tokens and targets of three steps: unequal labels and a micro-batch of two without any; the second half,
     that of rank 1, without any; none at all."""
     generator = torch.Generator().manual_seed(5)
@@ -86,14 +86,14 @@ def masked() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches
 
 
-def whole(t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+def whole(t, like=None):
     """The whole of a parameter, or of a local gradient of the parameter `like`."""
     if isinstance(like, DTensor):
         t = DTensor.from_local(t, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
-def trained(argv: str, rank: int = 0, world: int = 1) -> list[dict[str, torch.Tensor]]:
+def trained(argv, rank=0, world=1):
     """Loss, norm and whole gradients of each of the three steps, and the parameters after them.
 
     The eps of AdamW is far above the rounding of a gradient, about 1e-8. At its default, 1e-8, an entry whose gradient
@@ -181,8 +181,10 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
     done = ran(*argv, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     assert done.code == 0, done.err
     written = rows_of(rows)
-    assert [row["cell"] for row in written] == cells and {row["world"] for row in written} == {2}
-    assert written[0]["ratio"] == 1 and all(row["n"] == 3 and row["ratio"] > 0 for row in written)
+    assert [row["cell"] for row in written] == cells
+    assert {row["world"] for row in written} == {2}
+    assert written[0]["ratio"] == 1
+    assert all(row["n"] == 3 and row["ratio"] > 0 for row in written)
     assert all(cell in done.out for cell in cells)
 
 
@@ -208,7 +210,8 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
     row = dict(cell="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))
     assert exposed.label(row) == "simple:fwdbwd --keep-last --ahead 2"
     if importlib.util.find_spec("matplotlib"):
-        assert call("--plot", "a.png").code == 0 and (tmp_path / "a.png").stat().st_size > 5000
+        assert call("--plot", "a.png").code == 0
+        assert (tmp_path / "a.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(("cells", "argv", "message"), [
@@ -222,7 +225,8 @@ def test_what_cannot_be_compared_is_one_line(cells, argv, message, capfd, monkey
 
 def test_fsdp2_at_one_rank_and_its_name_in_the_configuration():
     c = resolved([*SMALL, "--wrapper", "fsdp2"])
-    assert c.wrapper == "fsdp2" and flags.setting(c)["wrapper"] == "fsdp2"
+    assert c.wrapper == "fsdp2"
+    assert flags.setting(c)["wrapper"] == "fsdp2"
     assert flags.resolve(replace(c, system=replace(c.system, wrapper="ddp")), "cpu", 1).mode == "replicate"
 
 

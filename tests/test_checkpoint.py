@@ -42,17 +42,19 @@ def trained(done):
 
 
 @pytest.mark.parametrize("setting", ALL)
-def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(setting, train, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(setting, train, trains, tmp_path):
     argv = (SETTINGS | COMPILED)[setting].split() + "--warmup 2 --steps 10 --log-every 1".split()
     straight = tmp_path / "straight"
     cut = tmp_path / "cut"
     how = ":async" * ("background" in setting)
     whole = train(*argv, "--save", straight, "--save-every", f"0{how}")
-    assert train(*argv, "--save", cut, "--save-every", f"5{how}").code == 0 and steps_in(cut) == [5, 10]
+    trains(*argv, "--save", cut, "--save-every", f"5{how}")
+    assert steps_in(cut) == [5, 10]
     shutil.rmtree(cut / "step-00000010")
     resumed = train(*argv, "--save", cut, "--save-every", f"5{how}")
     assert whole.code == resumed.code == 0, resumed.err
-    assert "resuming after step 5" in resumed.out and resumed.row["resumed_after"] == 5
+    assert "resuming after step 5" in resumed.out
+    assert resumed.row["resumed_after"] == 5
     assert resumed.logged == [6, 7, 8, 9, 10]
     assert trained(resumed) == trained(whole)[5:]
     assert_bitwise(contents(straight / "step-00000010"), contents(cut / "step-00000010"))
@@ -63,33 +65,35 @@ def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(sett
 
 def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
     plain = train("--log-every", 1)
-    saving = train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
-    assert "checkpoint:" not in plain.out and f"none in {tmp_path / 'new'}: starting fresh" in saving.out
+    saving = train("--log-every", 1, "--save", "new", "--save-every", 1)
+    assert "checkpoint:" not in plain.out
+    assert f"none in {tmp_path / 'new'}: starting fresh" in saving.out
     assert trained(plain) == trained(saving)
 
 
-def test_a_run_that_is_done_says_so(train, folder):
+def test_a_run_that_is_done_says_so(trains, folder):
     for steps in (6, 5):
-        done = train("--save", folder, "--steps", steps)
-        assert done.code == 0 and "already done" in done.out and done.row is None
+        done = trains("--save", folder, "--steps", steps)
+        assert "already done" in done.out and done.row is None
     assert steps_in(folder) == [2, 4, 6]
 
 
-def test_more_steps_go_on_from_the_end_and_a_changed_flag_is_told(train, folder):
-    done = train("--save", folder, "--steps", 8, "--lr", 0.001, "--log-every", 1)
-    assert done.code == 0 and done.logged == [7, 8]
-    assert "--lr 0.003 (now 0.001)" in done.out and "--steps 6 (now 8)" in done.out
+def test_more_steps_go_on_from_the_end_and_a_changed_flag_is_told(trains, folder):
+    done = trains("--save", folder, "--steps", 8, "--lr", 0.001, "--log-every", 1)
+    assert done.logged == [7, 8]
+    assert "--lr 0.003 (now 0.001)" in done.out
+    assert "--steps 6 (now 8)" in done.out
     assert done.steps[0]["lr"] == pytest.approx(0.001 * 7 / 10)
 
 
 @pytest.mark.parametrize("what", ["step-00000004", "", "step-00000004/", "latest", "./", ".."])
-def test_resume_takes_a_step_or_a_directory_of_steps(what, train, folder, tmp_path, monkeypatch):
+def test_resume_takes_a_step_or_a_directory_of_steps(what, trains, folder, tmp_path, monkeypatch):
     (folder / "latest").symlink_to("step-00000004")
     monkeypatch.chdir(folder / "step-00000004")
     where = what if what.startswith(".") else f"{folder}/{what}"
-    done = train("--resume", where, "--steps", 7, "--save", tmp_path / "other")
+    done = trains("--resume", where, "--steps", 7, "--save", tmp_path / "other")
     after = 6 if what in ("", "..") else 4
-    assert done.code == 0 and done.row["resumed_after"] == after and steps_in(tmp_path / "other") == [7]
+    assert done.row["resumed_after"] == after and steps_in(tmp_path / "other") == [7]
 
 
 @pytest.mark.parametrize("where", ["absent", "empty", "step-00000009", ""])
@@ -111,21 +115,19 @@ MISFITS = {  # flags of the resumed run, what the line says
 
 @pytest.mark.parametrize("argv", MISFITS)
 def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, no_model):
-    done = train("--save", folder, "--steps", 8, *argv.split())
-    fails(done, 4, MISFITS[argv], "step-00000006")
+    fails(train("--save", folder, "--steps", 8, *argv.split()), 4, MISFITS[argv], "step-00000006")
 
 
-def test_the_same_global_batch_may_be_cut_otherwise(train, folder):
-    done = train("--save", folder, "--steps", 7, "--batch", 1, "--grad-accum", 2)
-    assert done.code == 0 and "--batch 2 (now 1), --grad-accum 1 (now 2)" in done.out
+def test_the_same_global_batch_may_be_cut_otherwise(trains, folder):
+    done = trains("--save", folder, "--steps", 7, "--batch", 1, "--grad-accum", 2)
+    assert "--batch 2 (now 1), --grad-accum 1 (now 2)" in done.out
 
 
 @pytest.mark.parametrize(("old", "new"), [("fp32", "bf16"), ("bf16", "fp32")])
-def test_cast_converts_the_moments_alone_and_says_so(old, new, train, tmp_path):
-    assert train("--save", tmp_path / "old", "--adam-dtype", old).code == 0
-    argv = "--resume", tmp_path / "old", "--steps", 7, "--save", tmp_path / "new", "--adam-dtype", new
-    refused = train(*argv)
-    fails(refused, 4, f"--adam-dtype {old} (now {new})", "--cast")
+def test_cast_converts_the_moments_alone_and_says_so(old, new, train, trains):
+    trains("--save", "old", "--adam-dtype", old)
+    argv = "--resume", "old", "--steps", 7, "--save", "new", "--adam-dtype", new
+    fails(train(*argv), 4, f"--adam-dtype {old} (now {new})", "--cast")
     seen = []
 
     def note(c, step, *_):
@@ -134,22 +136,22 @@ def test_cast_converts_the_moments_alone_and_says_so(old, new, train, tmp_path):
 
     with mock.patch("trainer.run.Saver", side_effect=note):
         done = train(*argv, "--cast")
-    assert done.code == 0 and f"--cast: Adam's moments are converted from {old} to {new}" in done.out
+    assert done.code == 0
+    assert f"--cast: Adam's moments are converted from {old} to {new}" in done.out
     to = dict(fp32=torch.float32, bf16=torch.bfloat16)[new]
-    saved = contents(tmp_path / "old/step-00000006")
+    saved = contents("old/step-00000006")
     assert_bitwise(seen[0], {n: t.to(to) if n[:2] in ("m.", "v.") else t for n, t in saved.items()})
-    same = train("--resume", tmp_path / "old", "--steps", 7, "--adam-dtype", old, "--cast")
-    assert same.code == 0 and "converted" not in same.out
+    same = trains("--resume", "old", "--steps", 7, "--adam-dtype", old, "--cast")
+    assert "converted" not in same.out
 
 
-def test_other_data_exits_3(train, tmp_path):
+def test_other_data_exits_3(train, trains, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"some words " * 50)
-    argv = "--data", f"text:{text}", "--save", tmp_path / "run"
-    assert train(*argv).code == 0
+    argv = "--data", f"text:{text}", "--save", "run"
+    trains(*argv)
     text.write_bytes(b"some words " * 51)
-    done = train(*argv, "--steps", 7)
-    fails(done, 3, f"--data text:{text}", "561 tokens")
+    fails(train(*argv, "--steps", 7), 3, f"--data text:{text}", "561 tokens")
 
 
 @pytest.mark.parametrize("change", ["missing", "more"])
@@ -168,25 +170,26 @@ def test_tensors_that_the_model_does_not_have_or_lacks_are_named(change, train, 
     assert done.row["outcome"].startswith("failed: ")
 
 
-def test_auto_goes_back_to_the_older_step_says_so_and_sets_the_damaged_one_aside(train, folder):
+def test_auto_goes_back_to_the_older_step_says_so_and_sets_the_damaged_one_aside(trains, folder):
     expected = contents(folder / "step-00000006")
     os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
-    done = train("--save", folder, "--save-every", 2, "--keep", 3)
-    assert done.code == 0 and done.row["resumed_after"] == 4
-    assert "step-00000006/__0_0.distcp: " in done.out and f"going back to {folder / 'step-00000004'}" in done.out
+    done = trains("--save", folder, "--save-every", 2, "--keep", 3)
+    assert done.row["resumed_after"] == 4
+    assert "step-00000006/__0_0.distcp: " in done.out
+    assert f"going back to {folder / 'step-00000004'}" in done.out
     (aside,) = folder.glob("damaged-step-00000006-*")
-    assert steps_in(folder) == [2, 4, 6] and aside.name in done.out
+    assert steps_in(folder) == [2, 4, 6]
+    assert aside.name in done.out
     assert_bitwise(contents(folder / "step-00000006"), expected)
     os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
-    assert train("--save", folder, "--steps", 5).code == 0
+    trains("--save", folder, "--steps", 5)
     assert len([*folder.glob("damaged-*")]) == 1 and not aside.exists(), "more would fill the disk"
 
 
 def test_with_only_damaged_steps_auto_does_not_begin_again(train, folder):
     for step in folder.glob("step-*"):
         os.truncate(step / ".metadata", 1000)
-    done = train("--save", folder, "--steps", 8)
-    fails(done, 4, "step-00000006/.metadata")
+    fails(train("--save", folder, "--steps", 8), 4, "step-00000006/.metadata")
     assert steps_in(folder) == [2, 4, 6]
 
 
@@ -198,7 +201,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_is_there_with_its_rename_and_not_before(when, train, folder, monkeypatch):
+def test_a_step_is_there_with_its_rename_and_not_before(when, train, trains, folder, monkeypatch):
     rename = os.rename
 
     def killed(a, b):
@@ -212,11 +215,13 @@ def test_a_step_is_there_with_its_rename_and_not_before(when, train, folder, mon
         train("--save", folder, "--steps", 8, "--keep", 9)
     dist.destroy_process_group()
     (left,) = [*folder.glob("tmp-*")] or [None]
-    assert (left is None) == (when == "after") and (not left or (left / "manifest.json").exists())
-    done = train("--save", folder, "--steps", 9, "--keep", 9)
-    assert done.code == 0 and done.row["resumed_after"] == (8 if when == "after" else 6)
+    assert (left is None) == (when == "after")
+    assert not left or (left / "manifest.json").exists()
+    done = trains("--save", folder, "--steps", 9, "--keep", 9)
+    assert done.row["resumed_after"] == (8 if when == "after" else 6)
     assert (left is None) == ("removed tmp-step-00000008-" not in done.out)
-    assert steps_in(folder) == [2, 4, 6, *[8] * (when == "after"), 9] and not [*folder.glob("tmp-*")]
+    assert steps_in(folder) == [2, 4, 6, *[8] * (when == "after"), 9]
+    assert not [*folder.glob("tmp-*")]
     for step in folder.glob("step-????????"):
         verify(str(step))
 
@@ -231,8 +236,7 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(checkpoint, "find_start", choose)
-    done = train("--save", tmp_path / "run")
-    fails(done, 4, f"{planted}: is there already")
+    fails(train("--save", "run"), 4, f"{planted}: is there already")
     assert not [*planted.iterdir()]
 
 
@@ -248,13 +252,14 @@ def test_a_save_that_fails_exits_4_with_a_row_and_leaves_the_older_steps(fault, 
     why = "disk full: needs 0.3 MiB, has 0.1 MiB" if fault == "no room" else "No space left"
     fails(done, 4, f"{folder}/step-00000008: ", why)
     assert done.row["outcome"].startswith("failed: ")
-    assert steps_in(folder) == [2, 4, 6] and len([*folder.iterdir()]) == 3
+    assert steps_in(folder) == [2, 4, 6]
+    assert len([*folder.iterdir()]) == 3
     assert train("--save", folder, "--steps", 7).row["resumed_after"] == 6
 
 
 def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
-    done = train("--lr", "1e20", "--save", tmp_path / "run", "--save-every", 1, "--log-every", 100, "--steps", 20)
-    assert done.code == 5 and steps_in(tmp_path / "run")
+    assert train("--lr", "1e20", "--save", "run", "--save-every", 1, "--log-every", 100, "--steps", 20).code == 5
+    assert steps_in("run")
     for step in (tmp_path / "run").glob("step-????????"):
         assert all(t.isfinite().all() for t in contents(step).values()), step
 

@@ -180,7 +180,8 @@ def test_two_ranks_write_a_shard_each_and_what_one_cannot_do_fails_on_both(two_r
 
 def test_what_rank_1_alone_does_not_see_as_it_was_saved_is_loaded_by_neither(two_ranks):
     for step, copy, other in two_ranks[1]["read_what_differs_on_rank_1"]:
-        assert step == 1 and "a-node1/step-00000002/__1_0.distcp: 1000 bytes instead of" in copy
+        assert step == 1
+        assert "a-node1/step-00000002/__1_0.distcp: 1000 bytes instead of" in copy
         assert "step-00000002: is another step on rank 1 than on rank 0" in other
 
 
@@ -191,14 +192,16 @@ def test_two_ranks_save_in_the_background_while_both_go_on_and_both_learn_what_o
     state = results["save_beside_training"][0][0]
     saved = {n: raw(t) for n, t in contents(folder / "async/step-00000001").items()}
     assert saved == {name: content for name, (_, _, content) in state.items()}
-    assert steps_in(folder / "async") == [1, 2] and not [*(folder / "async").glob("lock")]
+    assert steps_in(folder / "async") == [1, 2]
+    assert not [*(folder / "async").glob("lock")]
 
 
 def test_ranks_that_see_different_directories_are_refused_and_rank_0_holds_the_lock(two_ranks):
     folder, results = two_ranks
     told = results["claim_directories"]
     for rank, (error, left, shared, (_, holder)) in enumerate(told):
-        assert error.startswith(f"--save {folder}/node{rank}: ") and "not seen by rank 1;" in error
+        assert error.startswith(f"--save {folder}/node{rank}: ")
+        assert "not seen by rank 1;" in error
         assert left == [] and "lock" in shared and holder == told[0][-1][0]
 
 

@@ -41,7 +41,7 @@ def mesh_of_four(groups_before=0, rank=0):
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
 
 
-def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, list, bool]:
+def step(mesh, *, reshard=True, rows=8, options=compile_options):
     """(collectives of forward, of backward, came from the cache) of a step compiled in this process' cache."""
     torch._dynamo.reset()
     counters.clear()
@@ -59,7 +59,7 @@ def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, 
     return forward.seen, backward.seen, bool(counters["aot_autograd"]["autograd_cache_hit"])
 
 
-def nobody_elses() -> str:
+def nobody_elses():
     """What makes the entries of one test its own: a fresh cache directory would be without the compiler's headers."""
     return str(uuid.uuid4())
 

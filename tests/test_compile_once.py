@@ -245,7 +245,8 @@ def test_a_tensor_cut_at_the_rank_s_place_is_never_taken_from_another(ranks):
 @SHARES
 def test_nobody_waits_for_what_torch_does_not_cache(ranks):
     for values, told, caches in ranks["a_graph_that_torch_does_not_cache"]:
-        assert values == [3, 3, 3] and told == [None]
+        assert values == [3, 3, 3]
+        assert told == [None]
         assert caches["autograd_cache_bypass"] == 1  # else this test tests nothing
 
 

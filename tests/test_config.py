@@ -229,7 +229,8 @@ def test_values_that_do_not_fit_end_before_any_process_group_exists(case, train,
     (tmp_path / "file").touch()
     defaults = "--head-dim 32 --width 128 --grouping 4".split()
     done = train(*defaults, *argv.split(), world=int(world or 1))
-    assert fails(done, 2, *names) and done.out == ""
+    assert fails(done, 2, *names)
+    assert done.out == ""
 
 
 def test_what_fits_is_accepted():
@@ -252,7 +253,8 @@ def test_what_fits_is_accepted():
     assert fits("--remat both:core --wrapper none").remat_core
     assert fits("--mlp lean:64 --remat block --compile blocks").mlp == "lean"
     assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
-    assert fits("--lr 1", "cuda").lr == 1 and fits("", "cuda").param_dtype == "bf16"
+    assert fits("--lr 1", "cuda").lr == 1
+    assert fits("", "cuda").param_dtype == "bf16"
 
 
 WRONG = {  # a command line -> the line that it ends in
@@ -287,7 +289,8 @@ def test_a_bad_command_line_exits_2_with_one_line_and_imports_no_torch(argv):
     done = python(*argv.split())
     line = fails(done, 3 if "absent" in argv else 2)
     assert re.fullmatch(WRONG[argv].replace("?", "[?]"), line.removeprefix("error: ")), line
-    assert done.out == "" and "torch" not in done.imports
+    assert done.out == ""
+    assert "torch" not in done.imports
 
 
 def test_what_no_rule_of_ours_explains_is_the_parsers_own_text_in_one_line(monkeypatch, capfd):
@@ -328,7 +331,8 @@ def test_part_of_torchruns_environment_is_an_error_that_lists_the_rest(there, en
 
 def test_a_rank_without_a_world_size_exits_2_before_torch_is_imported():
     done = python(*TINY, env={"RANK": "0"})
-    assert fails(done, 2, "WORLD_SIZE") and "torch" not in done.imports
+    assert fails(done, 2, "WORLD_SIZE")
+    assert "torch" not in done.imports
 
 
 def test_without_torchrun_there_is_one_rank_and_with_it_what_it_says(environ):

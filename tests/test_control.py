@@ -45,7 +45,8 @@ def test_a_signal_is_seen_by_another_thread_while_the_main_one_is_in_c_and_count
         assert not signals.got
         os.kill(os.getpid(), signal.SIGTERM)
         signals.look()
-        assert signals.got == signal.SIGTERM and len(later) == 1
+        assert signals.got == signal.SIGTERM
+        assert len(later) == 1
         monkeypatch.undo()
         time.sleep(0.6)
         signals._handle(*later[0])  # a second signal would end the process
@@ -149,11 +150,13 @@ def test_what_one_rank_notes_all_learn_at_the_next_boundary(other):
     signals = Signals()
     ranks = Control(signals, GROUP)
     other += [(0, 1.5, False, 0), (1, 1.5, True, 0), (2, 1.5, False, signal.SIGTERM)]
-    assert not ranks.boundary(0, 1.5) and not ranks.boundary(1, 1.5)
+    assert not ranks.boundary(0, 1.5)
+    assert not ranks.boundary(1, 1.5)
     assert ranks.boundary(2, 1.5), "that a save failed elsewhere"
     with pytest.raises(Stopped, match="SIGTERM") as stopped:
         ranks.finish()
-    assert stopped.value.signum == signal.SIGTERM and not ranks.finish()
+    assert stopped.value.signum == signal.SIGTERM
+    assert not ranks.finish()
 
 
 @pytest.mark.parametrize("mine, theirs, told", [
@@ -175,7 +178,8 @@ def test_ranks_that_drift_apart_are_noticed(mine, theirs, told, other):
 def test_one_rank_stops_at_once():
     signals = Signals()
     alone = Control(signals, None)
-    assert alone.boundary(1) is False and alone.boundary(2, failed=True) is True
+    assert alone.boundary(1) is False
+    assert alone.boundary(2, failed=True) is True
     signals.got = signal.SIGINT
     with pytest.raises(Stopped, match="SIGINT"):
         alone.boundary(3)
@@ -265,13 +269,16 @@ def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(do
     mine = dog(0.2)
     mine.beat(7, "data")
     [(ends, told)] = dog.ended(mine)
-    assert ends == [7] and len(told) == 1
+    assert ends == [7]
+    assert len(told) == 1
     line = capfd.readouterr().err
     assert f"failed: {line.removeprefix('error: ')}" == f"{mine.told[0]}\n"
     assert "no progress for 0.2 s: the main thread hangs; rank 0: step 7, data" in line
-    assert "tests/test_control.py:" in line and "raise --timeout" in line
+    assert "tests/test_control.py:" in line
+    assert "raise --timeout" in line
     stacks = (tmp_path / "hang/rank-0.txt").read_text()
-    assert json.loads(stacks.splitlines()[0])["step"] == 7 and "in test_no_progress_ends" in stacks
+    assert json.loads(stacks.splitlines()[0])["step"] == 7
+    assert "in test_no_progress_ends" in stacks
     assert (tmp_path / "hang/flight-0").exists()
 
 
@@ -310,7 +317,8 @@ def test_the_rank_behind_is_named_by_the_first_that_answers(place, who, dog, cap
     assert [ends for ends, _ in dog.ended(ahead, behind)] == [[7], [7]], "the second has no limit: it was called"
     (line,) = capfd.readouterr().err.splitlines()
     assert f"no progress for 0.1 s: {who}; rank 1: step 4, {place}" in line
-    assert "rank 0: step 5" in line and ("every rank must call it" in line) == (place == "eval")
+    assert "rank 0: step 5" in line
+    assert ("every rank must call it" in line) == (place == "eval")
 
 
 def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(dog, capfd, monkeypatch):
@@ -333,7 +341,8 @@ def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
     mine.store = SimpleNamespace(**dict.fromkeys(("check", "get", "set", "compare_set"), lambda *_: for_ever.wait(60)))
     mine.thread.join(20)
     for_ever.set()
-    assert mine.ends == [7] and "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
+    assert mine.ends == [7]
+    assert "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
 
 
 def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd):
@@ -368,7 +377,8 @@ def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog
         alone.stop(signal.SIGINT)  # what Ctrl-C did to the compiler came first
     time.sleep(2 * watchdog.ANSWER_S)
     assert not leaves.ends, "it is ending, and writes its row"
-    assert alone.ends == [130] and capfd.readouterr().err.endswith(line.replace("TERM", "INT"))
+    assert alone.ends == [130]
+    assert capfd.readouterr().err.endswith(line.replace("TERM", "INT"))
 
 
 def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, capfd):
@@ -389,7 +399,8 @@ def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, ca
     alone.begun = True
     alone.signals.note(signal.SIGTERM)
     alone.thread.join(20)
-    assert alone.ends == [7] and "SIGTERM came, and nothing moves since: " in capfd.readouterr().err
+    assert alone.ends == [7]
+    assert "SIGTERM came, and nothing moves since: " in capfd.readouterr().err
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(dog, monkeypatch):
@@ -410,8 +421,10 @@ def test_time_in_which_the_process_was_stopped_does_not_count(dog, monkeypatch):
     mine.ended.wait = stopped
     for jump in (1000.0, 99.0, 0.0, 0.0):
         clock.jump = jump
-        assert looked.acquire(timeout=10) and looked.acquire(timeout=10)
-    assert not mine.ends and clock.ahead == 1099
+        assert looked.acquire(timeout=10)
+        assert looked.acquire(timeout=10)
+    assert not mine.ends
+    assert clock.ahead == 1099
     clock.jump = 0.0
     mine.at -= 101
     mine.thread.join(10)
@@ -449,7 +462,8 @@ def test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_s
     assert ("Timeout (" in done.err and "in hold" in done.err) == (kind == "held")
     assert ("main thread hangs" in done.err and "in hold" in (tmp_path / "hang/rank-0.txt").read_text()
             if kind == "free" else not (tmp_path / "hang").exists())  # fmt: skip
-    assert ("went on" in done.out) == (kind != "free") and time.monotonic() - before < 55
+    assert ("went on" in done.out) == (kind != "free")
+    assert time.monotonic() - before < 55
 
 
 def test_a_rank_that_another_run_has_where_it_meets_the_others_is_refused():

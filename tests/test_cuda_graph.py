@@ -65,8 +65,10 @@ def test_two_steps_run_as_they_are_then_one_is_captured_and_all_later_ones_are_r
         x = torch.full((2, 3), 1.0 + k)
         y = torch.full((2, 3), 10.0 * k)
         assert replayed(x, y).item() == 6 * ((1 + k) * k + 10 * k), k
-        assert step.eager == min(k + 1, WARM) and (replayed.graph is None) == (k < WARM)
-    assert len(replayed.graph.calls) == 1 and replayed.peak_mib == 3.0
+        assert step.eager == min(k + 1, WARM)
+        assert (replayed.graph is None) == (k < WARM)
+    assert len(replayed.graph.calls) == 1
+    assert replayed.peak_mib == 3.0
     assert step.grad_norm is None
     replayed.close()
     assert replayed.graph.was_reset

@@ -83,7 +83,8 @@ def test_batches_are_int64_in_the_vocabulary_and_targets_are_tokens_moved_on_by_
             assert part.is_contiguous() and 0 <= int(part.min()) and int(part.max()) < 65536
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert stream.sample == 24
-    assert "\n" not in stream.description and stream.description.startswith(sources[kind])
+    assert "\n" not in stream.description
+    assert stream.description.startswith(sources[kind])
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -154,7 +155,8 @@ def test_an_epoch_draws_every_chunk_once(counting):
     for epoch in range(5):
         starts = epoch_starts(counting, epoch)
         assert torch.equal(starts.sort().values, torch.arange(len(starts)) * T + starts.min())
-        assert 0 <= int(starts.min()) < T and int(starts.max()) + T < 1000
+        assert 0 <= int(starts.min()) < T
+        assert int(starts.max()) + T < 1000
         assert 1000 - 1 - len(starts) * T < 2 * T  # what is left out
 
 
@@ -162,7 +164,8 @@ def test_epochs_and_seeds_differ_in_order_and_in_offset(counting):
     runs = [epoch_starts(counting, epoch, seed) for seed in (3, 4) for epoch in range(4)]
     offsets = [int(starts.min()) for starts in runs]
     orders = [tuple((starts - starts.min()).tolist()) for starts in runs]
-    assert len(set(orders)) == len(orders) and len(set(offsets)) > 4
+    assert len(set(orders)) == len(orders)
+    assert len(set(offsets)) > 4
 
 
 def test_every_offset_of_the_grid_is_drawn(counting):
@@ -180,7 +183,8 @@ def test_a_global_batch_may_be_larger_than_an_epoch(batches_of):
 @pytest.mark.parametrize("extra", range(1, 2 * T + 2))
 def test_no_sample_leaves_a_small_file(batches_of, extra):
     tokens, targets = next(batches_of(range(T + extra), global_batch=64))
-    assert torch.equal(targets, tokens + 1) and int(targets.max()) < T + extra
+    assert torch.equal(targets, tokens + 1)
+    assert int(targets.max()) < T + extra
 
 
 # Text
@@ -238,7 +242,8 @@ def test_overfit_is_the_first_batch_of_stdlib_for_ever():
     for stream in (batches("overfit"), batches("overfit", start=8 * 1000 + 3)):
         for _ in range(3):
             tokens, targets = next(stream)
-            assert torch.equal(tokens, first[0]) and torch.equal(targets, first[1])
+            assert torch.equal(tokens, first[0])
+            assert torch.equal(targets, first[1])
             tokens.zero_()  # a caller may do as it likes with a batch
     assert len({tuple(row.tolist()) for row in first[0]}) == 8
 
@@ -252,7 +257,8 @@ def test_both_formats_of_llm_c_and_the_raw_one_hold_the_same_tokens(tmp_path):
     llmc(tmp_path / "b.bin", ids)
     llmc(tmp_path / "c.bin", ids, 20240801, 7, code="I")
     a, b, c = (tokens_of(batches(f"bin:{tmp_path}/{name}.bin"), 4) for name in "abc")
-    assert torch.equal(a, b) and torch.equal(a, c)
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
     position = batches(f"bin:{tmp_path}/a.bin").position(0)
     assert a[0, 0].tolist() == ids[position : position + T]
 
@@ -272,7 +278,8 @@ def test_shards_are_one_stream_and_samples_cross_their_borders(tmp_path):
     stream = batches(f"bin:{tmp_path}/x_*.bin")
     for _ in range(20):
         tokens, targets = next(stream)
-        assert torch.equal(tokens, tokens[:, :1] + torch.arange(T)) and torch.equal(targets, tokens + 1)
+        assert torch.equal(tokens, tokens[:, :1] + torch.arange(T))
+        assert torch.equal(targets, tokens + 1)
     assert stream.description == f"bin:{tmp_path}/x_*.bin, 5 files, 301 tokens, 17 samples of 16 an epoch"
     raw(tmp_path / "all.bin", range(301))
     one, many = (tokens_of(batches(f"bin:{tmp_path}/{name}.bin"), 9) for name in ("all", "x_*"))

@@ -75,11 +75,11 @@ if torch.__version__ < (2, 13):  # see trainer.step.check_mode
     CELLS, MORE = ({n: [c for c in cells[n] if c.get("compile") not in NEW] for n in cells} for cells in (CELLS, MORE))
 
 
-def name(world: int, cell: dict) -> str:
+def name(world, cell):
     return f"{world} ranks " + " ".join(f"{k}={v}" for k, v in cell.items())
 
 
-def losses(step, rank: int, world: int, steps: int) -> list[tuple[float, float]]:
+def losses(step, rank, world, steps):
     batches = Batches("stdlib", global_batch=GLOBAL_BATCH, seqlen=SEQLEN, vocab=256, seed=0, rank=rank, world=world)
     return [(step(*next(batches)).item(), step.grad_norm.item()) for _ in range(steps)]
 
@@ -133,7 +133,7 @@ def more(mesh):
 
 
 @functools.cache
-def reference(depth: int, block: str = "gelu") -> list[tuple[float, float]]:
+def reference(depth, block="gelu"):
     """One process, no wrapper, no compiler, torch's own clipping and AdamW."""
     model = Transformer(ModelConfig(**SHAPE | dict(depth=depth, block=block)))
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def reference(depth: int, block: str = "gelu") -> list[tuple[float, float]]:
     return out
 
 
-def compare(check, world: int, cells: list[dict], steps: int) -> None:
+def compare(check, world, cells, steps):
     """`check` gives the values of `cells`, in order, on every rank; the first values of the reference are the same."""
     table = {}
     ranks = spawn(world, [check], timeout=600)[check.__name__]

@@ -54,7 +54,8 @@ def test_without_a_split_batches_are_what_they_always_were(tmp_path):
     (tmp_path / "a.bin").write_bytes(struct.pack("<1000H", *range(1000)))
     stream = batches(f"bin:{tmp_path}/a.bin")
     assert [stream.position(sample) for sample in (0, 1, 2, 61, 62, 200)] == [805, 229, 549, 32, 736, 374]
-    assert stream.fingerprint == "77117b439bca8b732028f515c06181d4" and not stream.held
+    assert stream.fingerprint == "77117b439bca8b732028f515c06181d4"
+    assert not stream.held
     assert next(batches("random"))[0][0, :4].tolist() == [26530, 29851, 20238, 20475]
 
 
@@ -64,11 +65,13 @@ def test_no_token_that_is_held_out_is_trained_on(kind, sources):
     stream = batches(sources[kind], seqlen=seqlen, hold_out=True)
     trained = [stream.position(sample) for sample in range(4 * stream.epoch_samples)]
     size = stream.stream.ends[-1]
-    assert max(trained) + seqlen + 1 <= stream.held[0] and stream.held[-1] + seqlen + 1 <= size
+    assert max(trained) + seqlen + 1 <= stream.held[0]
+    assert stream.held[-1] + seqlen + 1 <= size
     assert size - stream.held[0] == max(size // 64, seqlen + 1)
     assert all(b - a == seqlen for a, b in zip(stream.held, stream.held[1:], strict=False))
     assert len(set(trained)) > stream.epoch_samples  # several offsets of the grid
-    assert "more held out" in stream.description and stream.fingerprint != batches(sources[kind]).fingerprint
+    assert "more held out" in stream.description
+    assert stream.fingerprint != batches(sources[kind]).fingerprint
 
 
 def test_tokens_that_are_held_out_are_in_no_batch_of_three_epochs(sources):
@@ -82,7 +85,8 @@ def test_random_tokens_that_are_held_out_are_others():
     stream = batches("random", hold_out=True)
     trained = {tuple(row.tolist()) for _ in range(20) for row in next(stream)[0]}
     held = [tuple(row.tolist()) for tokens, _ in stream.held_out(20) for row in tokens]
-    assert len(set(held)) == 160 and not trained & set(held)
+    assert len(set(held)) == 160
+    assert not trained & set(held)
 
 
 @pytest.mark.parametrize("kind", ["stdlib", "overfit", "text", "bin", "random"])
@@ -102,8 +106,10 @@ def test_what_is_held_out_is_the_same_on_any_ranks_and_wherever_training_is(kind
 def test_rows_that_the_last_batch_lacks_have_no_label(sources):
     stream = batches(sources["bin"], hold_out=True, global_batch=3, seqlen=6)  # 31 tokens: 5 samples
     (_, first), (tokens, last) = stream.held_out(9)
-    assert len(stream.held) == 5 and (first != IGNORE).all()
-    assert torch.equal(last[:2, :-1], tokens[:2, 1:]) and (last[2] == IGNORE).all()
+    assert len(stream.held) == 5
+    assert (first != IGNORE).all()
+    assert torch.equal(last[:2, :-1], tokens[:2, 1:])
+    assert (last[2] == IGNORE).all()
     assert [len([*stream.held_out(n)]) for n in (1, 2, 3)] == [1, 2, 2]
 
 
@@ -119,11 +125,11 @@ def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(
         batches(f"{kind}:{path}", hold_out=True)
     check_files(f"{kind}:{path}", T)
     if kind == "bin":
-        done = train("--data", f"bin:{path}", "--eval-every", 1)
-        fails(done, 3, "--eval-every", str(path))
+        fails(train("--data", f"bin:{path}", "--eval-every", 1), 3, "--eval-every", str(path))
     path.write_bytes(bytes((2 * T + 2) * size))
     stream = batches(f"{kind}:{path}", hold_out=True)
-    assert (stream.epoch_samples, len(stream.held)) == (1, 1) and stream.held[0] == T + 1
+    assert (stream.epoch_samples, len(stream.held)) == (1, 1)
+    assert stream.held[0] == T + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -163,17 +169,22 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
     monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
     once = train("--eval-every", "1000:3", *EVERY_2[2:], "--steps", 7)
     done = train(*EVERY_2, "--steps", 7, "--wandb", "offline")
-    assert once.code == done.code == 0 and done.err == ""
+    assert once.code == done.code == 0
+    assert done.err == ""
     assert lines(done) == lines(once)  # training does not notice
     found = evaluations(done)
-    assert [*found] == [2, 4, 6, 7] and evaluations(once) == {7: found[7]}
+    assert [*found] == [2, 4, 6, 7]
+    assert evaluations(once) == {7: found[7]}
     for s in done.steps:
         if "eval_loss" in s:
             assert s.keys() == {"step", "tokens", "loss", "eval_loss", "eval_bpb"}
             assert s["loss"] == next(each["loss"] for each in done.steps if each["step"] == s["step"])
-            assert s["eval_bpb"] == pytest.approx(s["eval_loss"] / math.log(2)) and abs(s["eval_loss"] - 5.5) < 0.5
-    assert (done.steps[-1], 7) in told and done.steps[-1]["eval_loss"] == found[7]
-    assert (done.row["eval_loss"], done.row["eval_step"]) == (found[7], 7) and done.row["eval_bpb"] > 7
+            assert s["eval_bpb"] == pytest.approx(s["eval_loss"] / math.log(2))
+            assert abs(s["eval_loss"] - 5.5) < 0.5
+    assert (done.steps[-1], 7) in told
+    assert done.steps[-1]["eval_loss"] == found[7]
+    assert (done.row["eval_loss"], done.row["eval_step"]) == (found[7], 7)
+    assert done.row["eval_bpb"] > 7
     assert f"held-out loss {found[7]:.4f}  {found[7] / math.log(2):.4f} bits per byte" in done.out
     assert f"held out loss {found[7]:.4f}, {found[7] / math.log(2):.4f} bits per byte, after step 7" in done.out
     assert done.row["n"] == 4 and done.row["step_ms_max"] < 400 and max(s.get("ms", 0) for s in done.steps) < 400
@@ -181,14 +192,17 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
         assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200
 
 
-def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, tmp_path):
+def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, trains, tmp_path):
     saved = train(*EVERY_2, "--steps", 4, "--save", f"{tmp_path}/run")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    done = train(*EVERY_2, "--steps", 0, "--resume", f"{tmp_path}/run", "--sample", 3)
-    assert done.code == 0 and done.err == "" and done.row["eval_loss"] == saved.row["eval_loss"] < 5.5
-    assert done.row["loss"] is None and done.row["resumed_after"] == 4
-    assert "step 4/4  held-out loss" in done.out and "sample   8 bytes of held-out data" in done.out
-    assert "learning rate ends" not in done.out and "no step was timed" not in done.out
+    done = trains(*EVERY_2, "--steps", 0, "--resume", f"{tmp_path}/run", "--sample", 3)
+    assert done.err == "" and done.row["eval_loss"] == saved.row["eval_loss"] < 5.5
+    assert done.row["loss"] is None
+    assert done.row["resumed_after"] == 4
+    assert "step 4/4  held-out loss" in done.out
+    assert "sample   8 bytes of held-out data" in done.out
+    assert "learning rate ends" not in done.out
+    assert "no step was timed" not in done.out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 
@@ -198,14 +212,14 @@ def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, tmp_path)
     ("--eval-every 1 --profile memory", "--steps 0: not with --profile memory: evaluates alone: "),
 ])  # fmt: skip
 def test_zero_steps_without_anything_to_evaluate_are_refused(train, flags, message):
-    done = train("--steps", 0, *flags.split())
-    fails(done, 2, message)
+    fails(train("--steps", 0, *flags.split()), 2, message)
 
 
 def test_without_evaluations_a_row_says_so_and_holds_nothing_out(train):
     done = train()
     assert [done.row[key] for key in ("eval_loss", "eval_bpb", "eval_step")] == [None] * 3
-    assert "held" not in done.out and not evaluations(done)
+    assert "held" not in done.out
+    assert not evaluations(done)
 
 
 def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
@@ -222,7 +236,8 @@ def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
     with torch.no_grad():
         rows = torch.stack([run.batches.row(i, held=True) for i in range(len(run.batches.held))])
         expected = run.step.model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
-    assert len(rows) == 3 and done.row["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert len(rows) == 3
+    assert done.row["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 WRAPPERS = [
@@ -232,34 +247,35 @@ WRAPPERS = [
 
 
 @pytest.mark.parametrize("how", WRAPPERS)
-def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(how, train, tmp_path):
+def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(how, train, trains, tmp_path):
     argv = [*EVERY_2, *how.split(), *"--warmup 2 --steps 7".split()]
-    whole = train(*argv, "--save", tmp_path / "whole")
-    assert train(*argv, "--save", tmp_path / "cut", "--save-every", 3).code == 0
+    whole = train(*argv, "--save", "whole")
+    trains(*argv, "--save", "cut", "--save-every", 3)
     for step in (6, 7):
         shutil.rmtree(tmp_path / f"cut/step-0000000{step}")
-    resumed = train(*argv, "--save", tmp_path / "cut")
-    assert whole.code == resumed.code == 0 and "resuming after step 3" in resumed.out
+    resumed = train(*argv, "--save", "cut")
+    assert whole.code == resumed.code == 0
+    assert "resuming after step 3" in resumed.out
     assert evaluations(resumed) == {k: each for k, each in evaluations(whole).items() if k > 3}
     assert lines(resumed) == lines(whole)[3:]
-    state = state_of(tmp_path / "whole/step-00000007")
+    state = state_of("whole/step-00000007")
     assert state["best"] == min(evaluations(whole).values())
 
 
-def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tmp_path, monkeypatch):
+def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, trains, tmp_path, monkeypatch):
     losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
     monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
     folder = tmp_path / "run"
     argv = "--save", folder, "--keep", "1:best", "--eval-every", 1
-    first = train(*argv, "--save-every", "2:async", "--steps", 4)
-    assert first.code == 0 and (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
-    assert steps_in(folder) == [2, 4] and "best 3.0000, after step 2" in first.out
+    first = trains(*argv, "--save-every", "2:async", "--steps", 4)
+    assert (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
+    assert steps_in(folder) == [2, 4]
+    assert "best 3.0000, after step 2" in first.out
     assert train("--resume", folder / "step-00000002", "--eval-every", 1, "--steps", 3).row["resumed_after"] == 2
-    second = train(*argv, "--steps", 6)
-    assert second.row["best_step"] == 2 and steps_in(folder) == [2, 6]  # 3.0 again is not lower
+    assert train(*argv, "--steps", 6).row["best_step"] == 2 and steps_in(folder) == [2, 6]  # 3.0 again is not lower
     third = train(*argv, "--steps", 8)
     assert third.row["best_step"] == 7 and steps_in(folder) == [7, 8]  # saved because it was better
-    elsewhere = train(*argv, "--steps", 8, "--resume", folder / "step-00000007", "--save", tmp_path / "other")
+    elsewhere = train(*argv, "--steps", 8, "--resume", folder / "step-00000007", "--save", "other")
     assert elsewhere.row["best_step"] == 8 and elsewhere.row["best_eval_loss"] == 6.0  # the best of this folder
 
 
@@ -268,33 +284,34 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tm
     ("--save run --eval-every 1 --save-every 0:warn", "best needs --eval-every, and --save-every without warn"),
 ])  # fmt: skip
 def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
-    done = train("--keep", "3:best", *argv.split())
-    assert fails(done, 2) == f"error: --keep 3:best: {told}"
+    assert fails(train("--keep", "3:best", *argv.split()), 2) == f"error: --keep 3:best: {told}"
 
 
-def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
+def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
     refused = train("--save", folder, "--steps", 8, "--eval-every", 2)
     fails(refused, 4, "held-out data no (now yes)")
-    assert "--eval-every" in refused.err and "evaluated" not in refused.out
-    argv = "--save", tmp_path / "split"
-    assert train(*argv, "--eval-every", 2).code == 0
+    assert "--eval-every" in refused.err
+    assert "evaluated" not in refused.out
+    argv = "--save", "split"
+    trains(*argv, "--eval-every", 2)
     refused = train(*argv, "--steps", 8)
     fails(refused, 4, "held-out data yes (now no)")
-    other = train(*argv, "--steps", 8, "--eval-every", "1:2")
-    assert other.code == 0 and "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
+    other = trains(*argv, "--steps", 8, "--eval-every", "1:2")
+    assert "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
 
 
-def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
+def test_two_ranks_evaluate_and_write_as_one(trains, tmp_path, sources):
     """The text holds out three samples: a batch of four lacks one, and rank 1 has a micro-batch without a label."""
     argv = [*EVERY_2, "--sample", 40, "--data", sources["text"], "--seqlen", 8]
     out = tmp_path / "out"
     err = tmp_path / "err"
     results = tmp_path / "two" / "rows.jsonl"
     job = Job(2, [*TINY, *argv, *"--batch 1 --grad-accum 2".split(), "--results", results], out, err=err)
-    one = train(*argv, "--batch", 4)
-    assert job.wait() == [0, 0] and one.code == 0, err.read_text()
+    one = trains(*argv, "--batch", 4)
+    assert job.wait() == [0, 0], err.read_text()
     row, steps = read(results)
-    assert [*evaluations(one)] == [2, 4, 6] and row["eval_loss"] == steps[-1]["eval_loss"]
+    assert [*evaluations(one)] == [2, 4, 6]
+    assert row["eval_loss"] == steps[-1]["eval_loss"]
     found = {s["step"]: s["eval_loss"] for s in steps if "eval_loss" in s}
     assert found == pytest.approx(evaluations(one), rel=1e-6)
     head = "sample   4 bytes of held-out data, then after | 40 that the model wrote:\n"
@@ -305,14 +322,15 @@ def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
 
 def test_simulated_ranks_evaluate_and_list_the_collectives_of_a_step(train):
     plain, done = (train("--world", 4, "--link", "none", *argv) for argv in ([], EVERY_2))
-    assert done.code == 0 and [*evaluations(done)] == [2, 4, 6]
+    assert done.code == 0
+    assert [*evaluations(done)] == [2, 4, 6]
     assert done.row["collectives"] == plain.row["collectives"]
 
 
-def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(train, monkeypatch):
+def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(trains, monkeypatch):
     monkeypatch.setattr(runs, "evaluate", lambda *_: dict(eval_loss=math.nan, eval_bpb=math.nan))
-    done = train(*EVERY_2)
-    assert done.code == 0 and done.row["outcome"] == "ok" and done.row["eval_loss"] == "nan"
+    done = trains(*EVERY_2)
+    assert done.row["outcome"] == "ok" and done.row["eval_loss"] == "nan"
     assert "held-out loss nan" in done.out and "held out loss nan" in done.out and done.row["loss"] < 6
 
 
@@ -323,8 +341,9 @@ def test_a_signal_in_an_evaluation_stops_it_and_loses_no_step(train, monkeypatch
         pytest.fail("it went on")
 
     monkeypatch.setattr(runs, "evaluate", evaluate)
-    done = train(*EVERY_2, "--save", tmp_path / "run")
-    assert done.code == 143 and "after step 2" in end_of_signal(done.err)
+    done = train(*EVERY_2, "--save", "run")
+    assert done.code == 143
+    assert "after step 2" in end_of_signal(done.err)
     assert [each.name for each in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
 
 
@@ -341,9 +360,9 @@ def test_memory_that_runs_out_in_an_evaluation_says_where(train, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
-def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, sources):
-    done = train("--data", sources["bin"], "--vocab", 2000, "--sample", 30)
-    assert done.code == 0 and "sample   8 token ids of training data, then after | 30 that" in done.out
+def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, trains, sources):
+    done = trains("--data", sources["bin"], "--vocab", 2000, "--sample", 30)
+    assert "sample   8 token ids of training data, then after | 30 that" in done.out
     given, _, written = done.out.split("wrote:\n")[1].split("\n")[0].partition(" | ")
     given = [int(word) for word in given.split()]
     written = [int(word) for word in written.split()]
@@ -351,11 +370,11 @@ def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, so
     assert train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(" ".join(map(str, written))) == 1
 
 
-def test_a_model_writes_what_it_has_learnt(train, tmp_path):
+def test_a_model_writes_what_it_has_learnt(trains, tmp_path):
     (tmp_path / "text").write_bytes(b"abcd" * 500)
     how = "--vocab 300 --lr 0.01 --warmup 5 --steps 60 --eval-every 60 --sample 24".split()  # ids from 256 on: no bytes
-    done = train("--data", f"text:{tmp_path}/text", *how)
-    assert done.code == 0 and done.row["eval_loss"] < 0.5
+    done = trains("--data", f"text:{tmp_path}/text", *how)
+    assert done.row["eval_loss"] < 0.5
     assert "abcdabcdabcdabcd" in done.out.split("|")[-1]
 
 
@@ -372,14 +391,14 @@ WAYS = ["--compile blocks", "--compile model", "--compile fwdbwd", "--compile fw
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
-def test_an_evaluation_compiles_nothing_and_changes_no_compiled_step(how, train):
+def test_an_evaluation_compiles_nothing_and_changes_no_compiled_step(how, train, trains):
     counted = {}
     for every in (1, 1000):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        done = train("--eval-every", every, "--log-every", 1, "--sample", 3, *how.split())
-        assert done.code == 0, done.err
+        done = trains("--eval-every", every, "--log-every", 1, "--sample", 3, *how.split())
         counted[every] = torch._dynamo.utils.counters["stats"]["unique_graphs"], lines(done), evaluations(done)[6]
-    assert counted[1] == counted[1000] and counted[1][0] > 0
+    assert counted[1] == counted[1000]
+    assert counted[1][0] > 0
     eager = train("--eval-every", 6, *how.replace(how.split()[1], "none").split())
     assert counted[1][2] == pytest.approx(eager.row["eval_loss"], rel=1e-5)

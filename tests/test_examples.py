@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ def test_the_script_is_short(script, lines):
     assert len(script.read_text().splitlines()) <= lines
 
 
-def on_two_ranks(script: Path, *argv, cwd: Path | None = None, alone: bool = False) -> str:
+def on_two_ranks(script, *argv, cwd=None, alone=False):
     """What it prints, once it has ended well. alone: as `python SCRIPT`, without torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     env = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
@@ -67,7 +66,7 @@ def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
     assert saved(held_out, labels=held_out).loss.item() == pytest.approx(evaluations[-1], rel=1e-4)
 
 
-def steps_of(printed: str) -> list[list[float]]:
+def steps_of(printed):
     """Step, loss, held-out loss and norm of each line."""
     return [[float(word) for word in re.findall(r"[\d.]+", line)] for line in printed.splitlines() if "loss" in line]
 
@@ -79,7 +78,8 @@ def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved
     whole = steps_of(on_two_ranks(OWN_LOOP, "60", cwd=tmp_path))
     texts = [on_two_ranks(OWN_LOOP, steps, cwd=cut) for steps in ("40", "60")]
     assert all("compiling; " in text for text in texts), "nothing is said while the compiler works"
-    assert "after step" not in texts[0] and texts[1].startswith("after step 40 of 60, which runs/own_loop holds\n")
+    assert "after step" not in texts[0]
+    assert texts[1].startswith("after step 40 of 60, which runs/own_loop holds\n")
     parts = [*map(steps_of, texts)]
     assert [len(part) for part in parts] == [2, 1], "the second one did not go on"
     assert sum(parts, []) == whole
@@ -105,4 +105,5 @@ def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert loss < 0.2, "nothing is learnt: this proves nothing"
-    assert whole[0][1] == pytest.approx(loss.item(), abs=1e-3) and whole[0][3] == pytest.approx(norm.item(), abs=4e-3)
+    assert whole[0][1] == pytest.approx(loss.item(), abs=1e-3)
+    assert whole[0][3] == pytest.approx(norm.item(), abs=4e-3)

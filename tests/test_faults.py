@@ -42,10 +42,12 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_
     fault, code, train, tmp_path
 ):
     argv = "--log-every", 1, "--save"
-    stopped = train(*argv, tmp_path / "run", FAULT=fault)
-    assert stopped.code == code and steps_in(tmp_path / "run") == [3]
+    stopped = train(*argv, "run", FAULT=fault)
+    assert stopped.code == code
+    assert steps_in("run") == [3]
     name = signal.Signals(code - 128).name
-    assert stopped.row["outcome"] == f"stopped: {name}" and f"stopped by {name} after step 3" in stopped.err
+    assert stopped.row["outcome"] == f"stopped: {name}"
+    assert f"stopped by {name} after step 3" in stopped.err
     assert len(stopped.err.splitlines()) == (2 if name == "SIGINT" else 1), stopped.err
     resumed = assert_goes_on(stopped, argv, train, tmp_path)
     assert resumed.row["resumed_after"] == 3
@@ -54,8 +56,7 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_
 def assert_goes_on(stopped, argv, train, folder):
     """The same command in `folder`/run trains on to what a run that nothing stops has; returns what it did."""
     resumed = train(*argv, folder / "run")
-    whole = train(*argv, folder / "whole")
-    assert whole.losses == stopped.losses + resumed.losses
+    assert train(*argv, folder / "whole").losses == stopped.losses + resumed.losses
     assert_bitwise(contents(folder / "run/step-00000006"), contents(folder / "whole/step-00000006"))
     return resumed
 
@@ -63,20 +64,22 @@ def assert_goes_on(stopped, argv, train, folder):
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path):
     argv = "--grad-accum", 3, "--accum-sync", sync, "--log-every", 1, "--save"
-    stopped = train(*argv, tmp_path / "run", FAULT="0:3:forward:term")
-    assert stopped.code == 143 and steps_in(tmp_path / "run") == [2] and len(stopped.steps) == 2
-    assert state_of(tmp_path / "run/step-00000002")["samples"] == 2 * 6
+    stopped = train(*argv, "run", FAULT="0:3:forward:term")
+    assert stopped.code == 143 and steps_in("run") == [2] and len(stopped.steps) == 2
+    assert state_of("run/step-00000002")["samples"] == 2 * 6
     assert_goes_on(stopped, argv, train, tmp_path)
 
 
-def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, monkeypatch):
+def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, trains, monkeypatch):
     unsaved = train(FAULT="0:2:data:term")
-    assert unsaved.code == 143 and "after step 2; nothing is saved without --save" in end_of_signal(unsaved.err)
-    end = train("--save", tmp_path / "end", FAULT="0:6:update:term")
-    assert end.code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
+    assert unsaved.code == 143
+    assert "after step 2; nothing is saved without --save" in end_of_signal(unsaved.err)
+    trains("--save", "end", FAULT="0:6:update:term")
+    assert steps_in("end") == [6], "it had come to its end"
     monkeypatch.setattr("trainer.run.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
-    early = train("--save", tmp_path / "early")
-    assert early.code == 143 and steps_in(tmp_path / "early") == []
+    early = train("--save", "early")
+    assert early.code == 143
+    assert steps_in("early") == []
     assert "stopped by SIGTERM after step 0; there is nothing to save" in end_of_signal(early.err)
 
 
@@ -87,26 +90,25 @@ def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", ended)
-    done = train("--save", tmp_path / "run", FAULT="0:1:forward:int,0:1:backward:raise")
+    done = train("--save", "run", FAULT="0:1:forward:int,0:1:backward:raise")
     assert done.code == 130 and done.row["outcome"] == "stopped: SIGINT" and [*(tmp_path / "run").iterdir()] == []
     assert done.err.splitlines()[1:] == ["stopped by SIGINT before the first step was done: nothing was saved"]
     assert train(FAULT="0:2:forward:int,0:2:backward:raise").code == 1, "there was something to save"
 
 
 def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path):
-    done = train("--save", tmp_path / "run", "--save-every", 2, FAULT="0:2:write:term")
-    assert done.code == 143 and steps_in(tmp_path / "run") == [2] and "after step 2" in end_of_signal(done.err)
+    done = train("--save", "run", "--save-every", 2, FAULT="0:2:write:term")
+    assert done.code == 143 and steps_in("run") == [2] and "after step 2" in end_of_signal(done.err)
     verify(str(tmp_path / "run/step-00000002"))
 
 
 @pytest.mark.parametrize("argv", ["", "--save-every 0:async", "--save-every 0:async:warn"])
-def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path):
-    done = train("--save", tmp_path / "run", *argv.split(), FAULT="0:3:data:term,0:3:write:enospc")
-    fails(done, 4, "No space left on device")
-    assert steps_in(tmp_path / "run") == []
+def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train):
+    fails(train("--save", "run", *argv.split(), FAULT="0:3:data:term,0:3:write:enospc"), 4, "No space left on device")
+    assert steps_in("run") == []
 
 
-def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_path, monkeypatch):
+def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, monkeypatch):
     """Several ranks learn of it a boundary later, which is one between micro-batches."""
 
     def several(signals, group):
@@ -116,19 +118,19 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_p
 
     monkeypatch.setattr("trainer.run.Control", several)
     monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
-    argv = "--save", tmp_path / "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
+    argv = "--save", "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
     done = train(*argv, "--grad-accum", 2, FAULT="0:2:write:enospc")
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
 
-def test_each_save_has_its_own_time(train, tmp_path, monkeypatch):
+def test_each_save_has_its_own_time(trains, monkeypatch):
     """The last one may wait for the one before."""
     order = []
     beat = Watchdog.beat
     wait = saver.wait
     monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
     monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
-    assert train("--save", tmp_path / "run", "--save-every", "5:async").code == 0
+    trains("--save", "run", "--save-every", "5:async")
     assert order[-5:] == ["save", "wait", "save", "wait", "save"]
 
 
@@ -136,11 +138,12 @@ def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monk
     seen = []
     monkeypatch.setattr("trainer.run.shutdown", lambda: None)
     monkeypatch.setattr(Watchdog, "__exit__", lambda dog, *_: seen.append(dog.on_end("failed: no progress")))
-    assert train("--steps", 1).row["outcome"] == "ok" and len(seen) == 1
+    assert train("--steps", 1).row["outcome"] == "ok"
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("argv, seconds", [("", 3720), ("--timeout 5000", 5120), ("--timeout 0", 3e7)])
-def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch):
+def test_no_group_gives_up_before_the_watchdog(argv, seconds, trains, monkeypatch):
     limits = []
     make = control_group
 
@@ -150,7 +153,8 @@ def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch
         return group
 
     monkeypatch.setattr("trainer.run.control_group", note)
-    assert train("--steps", 1, *argv.split()).code == 0 and limits == [seconds, seconds]
+    trains("--steps", 1, *argv.split())
+    assert limits == [seconds, seconds]
 
 
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
@@ -159,7 +163,8 @@ def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train):
         done = train("--log-every", 1, FAULT=f"0:{step}:{where}:oom")
         said = f"OOM {stage}", "wanted 1.00 GiB more, peak ", "--batch", "--remat", "more ranks"
         assert ("first step, which compiles" in fails(done, 6, *said)) == (step == 1)
-        assert done.row["outcome"] == f"OOM {stage}" and done.logged == [*range(1, step)]
+        assert done.row["outcome"] == f"OOM {stage}"
+        assert done.logged == [*range(1, step)]
         assert done.row["n"] == 0 and done.row["step_ms"] is None and done.row["world"] == 1
 
 
@@ -176,7 +181,8 @@ def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_pat
     step = SimpleNamespace(phase="bwd")
     run = SimpleNamespace(device=torch.device("cuda"), rank=3, step=step, state=state, first=0)
     told = errors.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")
-    assert told.code == 6 and f"memory_viz in {tmp_path}/hang" in told.line
+    assert told.code == 6
+    assert f"memory_viz in {tmp_path}/hang" in told.line
     assert (tmp_path / "hang/memory-3.pickle").exists(), "by measure.dump_snapshot, which leaves them out"
 
 
@@ -184,26 +190,28 @@ def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch)
     monkeypatch.setattr("main.materialise", lambda *_: inject._happen("oom"))
     done = train()
     fails(done, 6, "OOM init (init): wanted 1.00 GiB", "smaller model", "ranks")
-    assert done.row["outcome"] == "OOM init" and done.steps == []
+    assert done.row["outcome"] == "OOM init"
+    assert done.steps == []
 
 
 @pytest.mark.parametrize("where", ["save", "write", "commit"])
 def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp_path):
-    done = train("--save", tmp_path / "run", "--save-every", 2, FAULT=f"0:4:{where}:enospc")
-    fails(done, 4, "No space left on device")
-    assert steps_in(tmp_path / "run") == [2] and len([*(tmp_path / "run").iterdir()]) == 1
+    fails(train("--save", "run", "--save-every", 2, FAULT=f"0:4:{where}:enospc"), 4, "No space left on device")
+    assert steps_in("run") == [2]
+    assert len([*(tmp_path / "run").iterdir()]) == 1
 
 
-def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, tmp_path):
+def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, trains, tmp_path):
     """Torch itself tells of an unexpected position."""
-    assert train("--save", tmp_path / "run", "--steps", 2).code == 0
+    trains("--save", tmp_path / "run", "--steps", 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:
         done = train("--save", tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.code == 4 and steps_in(tmp_path / "run") == [2]
+    assert done.code == 4
+    assert steps_in(tmp_path / "run") == [2]
     told = "step-00000006: disk full, or a limit of the size of a file (ulimit -f): "
     assert f"failed: {tmp_path}/run/{told}" in done.err
 
@@ -228,14 +236,15 @@ def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, 
     monkeypatch.setattr(inject, "_happen", happened.append)
     plain = train("--log-every", 1)
     planted = train("--log-every", 1, FAULT="0:3:forward:kill,*:4:data:stop")
-    assert happened == ["kill", "stop"] and inject.Batches.__next__ is before
+    assert happened == ["kill", "stop"]
+    assert inject.Batches.__next__ is before
     assert plain.losses == planted.losses
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
 
 
-def two(tmp_path: Path, *argv, ranks=2, **env) -> SimpleNamespace:
+def two(tmp_path, *argv, ranks=2, **env):
     """A job of main.py: exit codes, what both said, the row."""
     log = tmp_path / "log"
     results = tmp_path / "rows.jsonl"
@@ -258,17 +267,21 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_one_boundary(tmp_path):
 @pytest.mark.parametrize("kind, code", [("kill", -9), ("segv", -11), ("exit", 9)])
 def test_a_rank_that_dies_ends_the_others_and_is_named(kind, code, tmp_path):
     done = two(tmp_path, FAULT=f"1:5:forward:{kind}")
-    assert done.codes == [7, code] and done.steps == [2, 4]
-    assert len(done.errors) == 1 and "lost the connection to another rank: no answer from rank 1" in done.errors[0]
+    assert done.codes == [7, code]
+    assert done.steps == [2, 4]
+    assert len(done.errors) == 1
+    assert "lost the connection to another rank: no answer from rank 1" in done.errors[0]
     assert done.row["outcome"].startswith("failed: lost the connection")
     assert (tmp_path / "rows.hang/rank-0.txt").exists()
 
 
 def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
     done = two(tmp_path, FAULT="1:5:update:raise")
-    assert done.codes == [7, 1] and done.steps == [2, 4]
+    assert done.codes == [7, 1]
+    assert done.steps == [2, 4]
     assert done.row["outcome"].startswith("failed: rank 1: failed: RuntimeError: an injected fault")
-    assert len(done.errors) == 1 and "rank 1: failed: RuntimeError: an injected fault" in done.errors[0]
+    assert len(done.errors) == 1
+    assert "rank 1: failed: RuntimeError: an injected fault" in done.errors[0]
 
 
 @pytest.mark.parametrize("kind", ["hang", "stop"])
@@ -289,7 +302,8 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
         assert there == ["flight-0", "flight-1", "rank-0.txt", "rank-1.txt"]
         assert "inject.py" in (tmp_path / "rows.hang/rank-1.txt").read_text()
     else:
-        assert "no answer from rank 1" in line and there == ["flight-0", "rank-0.txt"]
+        assert "no answer from rank 1" in line
+        assert there == ["flight-0", "rank-0.txt"]
     assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: no progress for 2 s")
 
 
@@ -303,7 +317,7 @@ def test_evaluation_on_rank_0_alone_is_told_with_the_place_of_each_rank(tmp_path
     assert "rank 1: step 4, step, " in done.errors[0] and done.errors[0].endswith(APART), done.errors
 
 
-def own_program(rank: int, port: int, folder: Path) -> None:
+def own_program(rank, port, folder):
     os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 2)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = data_parallel(torch.nn.Linear(8, 8), dist.init_device_mesh("cpu", (2,)))
@@ -327,7 +341,8 @@ def test_a_watchdog_in_a_program_of_ones_own_says_which_rank_waits_where(tmp_pat
     lines = (tmp_path / "log").read_text().splitlines()
     (line,) = (each for each in lines if each.startswith("error: "))  # one rank speaks
     assert {7} <= {each.exitcode for each in ranks} <= {7, -signal.SIGTERM}, line
-    assert "the ranks do different things; rank 0: step 0, start, simple_fsdp.py:" in line and line.endswith(APART)
+    assert "the ranks do different things; rank 0: step 0, start, simple_fsdp.py:" in line
+    assert line.endswith(APART)
     assert "the last gloo:all_gather; rank 1: step 0, start, tests/test_faults.py:" in line
 
 
@@ -354,7 +369,8 @@ def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
 
 def test_after_a_restart_by_torchrun_a_fault_is_over(tmp_path):
     done = two(tmp_path, FAULT="*:3:forward:kill", TORCHELASTIC_RESTART_COUNT="1")
-    assert done.codes == [0, 0] and done.steps == [2, 4, 6]
+    assert done.codes == [0, 0]
+    assert done.steps == [2, 4, 6]
     assert torch.isfinite(torch.tensor(done.row["loss"]))
 
 
@@ -373,13 +389,15 @@ def test_a_failed_compilation_names_the_cache_to_delete_to_people_and_no_path_to
 def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command():
     text = f"CppCompileError: C++ compile error Command: g++ {'-D A ' * 999} fatal error: No space left on device"
     end = errors.outcome_of(RuntimeError(text), SimpleNamespace())
-    assert end.text.endswith("; No space left on device") and "or name another in TMPDIR" in end.line
-    assert "delete" not in end.line and len(end.line) < 1000
+    assert end.text.endswith("; No space left on device")
+    assert "or name another in TMPDIR" in end.line
+    assert "delete" not in end.line
+    assert len(end.line) < 1000
 
 
 @pytest.mark.slow
 def test_a_run_after_a_compiler_was_killed_says_what_to_delete_and_the_next_one_trains(tmp_path):
-    def run() -> tuple[list[int], str]:
+    def run():
         log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}.log"
         argv = *TINY, "--compile", "blocks", "--results", tmp_path / "rows.jsonl"
         return Job(1, argv, log, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")).wait(300), log.read_text()

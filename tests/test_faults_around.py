@@ -78,7 +78,8 @@ def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, m
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert tokens(tmp_path, tokenizer("qwen2.5")) and not (tmp_path / "~").exists()
+    assert tokens(tmp_path, tokenizer("qwen2.5"))
+    assert not (tmp_path / "~").exists()
     assert "no home is known; set HOME or XDG_CACHE_HOME" in capsys.readouterr().out
 
 
@@ -91,7 +92,8 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     assert tokens(tmp_path, other, cache=str(cache)) != right
     (second,) = {*cache.glob("*.safetensors")} - {first}
     shutil.copy(second, first)
-    assert tokens(tmp_path, one, cache=str(cache)) == right and "is made again" in capsys.readouterr().out
+    assert tokens(tmp_path, one, cache=str(cache)) == right
+    assert "is made again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cut", [0, 0.5])
@@ -111,10 +113,12 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
     done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
     fails(done, 3, "the file has shrunk: the same command makes it again")
     (step,) = (tmp_path / "run").glob("step-*")
-    assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err and done.steps[-1]["step"] == int(step.name[5:])
+    assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err
+    assert done.steps[-1]["step"] == int(step.name[5:])
     monkeypatch.setattr(chat.ChatBatches, "__next__", real)
     again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
-    assert again.code == 0 and "is damaged and is made again" in again.out
+    assert again.code == 0
+    assert "is damaged and is made again" in again.out
 
 
 def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
@@ -144,8 +148,7 @@ def full(tmp_path):
 
 
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
-    done = train("--save", full / "run")
-    fails(done, 4, f"{full}/run/lock: No space left on device")
+    fails(train("--save", full / "run"), 4, f"{full}/run/lock: No space left on device")
     assert not (full / "run/lock").exists(), "an empty one would be waited for"
 
 
@@ -157,8 +160,7 @@ def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(ful
 
 def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train, tmp_path):
     (tmp_path / "file").write_text("")
-    done = train("--profile", tmp_path / "file")
-    fails(done, 2, f"error: --profile {tmp_path}/file: Not a directory")
+    fails(train("--profile", tmp_path / "file"), 2, f"error: --profile {tmp_path}/file: Not a directory")
 
 
 def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_torchs_import(tmp_path):
@@ -320,7 +322,8 @@ def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capfd):
                        (["--data", file.parent, "--save", file.parent / "run"], f"--save {file.parent}/run: lies in ")):
         words = [*map(str, ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv])]
         done = outcome(capfd, lambda words=words: own.check_at_once(tuning.parse(words, 0, 1), 1))
-        assert fails(done, 2, f"error: {told}") and file.read_bytes() == before
+        assert fails(done, 2, f"error: {told}")
+        assert file.read_bytes() == before
 
 
 def test_an_error_is_one_line_whatever_a_file_is_called(train):

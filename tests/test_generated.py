@@ -220,12 +220,14 @@ def test_the_reader_sees_what_lives_from_when_to_when():
 
     code = observe(run, nn.Linear(32, 32))
     assert code.order == ["Ggmm", "Rmr"]
-    assert code.gaps("G") == [0] and code.gaps("R") == [1]
+    assert code.gaps("G") == [0]
+    assert code.gaps("R") == [1]
     assert code.alive(GATHERED) == 2 * 128 * 32 * 4  # the whole and its copies
     assert code.alive(GRADIENTS) == 32 * 32 * 4
     kept = [c for c in code.contents if c.kind == GRADIENTS]
     copies = [c for c in code.contents if c.kind == GATHERED]
-    assert len(kept) == 1 and all(c.end < kept[0].end for c in copies)
+    assert len(kept) == 1
+    assert all(c.end < kept[0].end for c in copies)
 
 
 @pytest.mark.parametrize(("source", "pointers"), [

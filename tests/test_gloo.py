@@ -16,7 +16,7 @@ from harness import free_port, processes, start_server
 import gloo
 
 
-def elsewhere(work, *args, **env: str):
+def elsewhere(work, *args, **env):
     """What `work` returns in a new process, which none of the tests' own calls has prepared."""
     with ProcessPoolExecutor(1, processes) as pool:
         return pool.submit(_there, start_server() | dict(CUDA_VISIBLE_DEVICES="") | env, work, *args).result(120)
@@ -28,7 +28,7 @@ def _there(env, work, *args):
     return work(*args)
 
 
-def groups(timeout: float) -> set[tuple]:
+def groups(timeout):
     """Of all groups: worker threads, timeout in seconds, devices."""
     from running import resolved
 
@@ -47,7 +47,7 @@ def groups(timeout: float) -> set[tuple]:
     return told
 
 
-def asked(name: str, argv: list[str]) -> str:
+def asked(name, argv):
     """The module that makes gloo groups when a command asks for its first."""
 
     class Asked(BaseException):

@@ -42,7 +42,8 @@ def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, graph=False, **co
     step = Replayed(step) if graph else step
     values = torch.stack([step(batch[:, :-1], batch[:, 1:]).clone() for _ in range(steps)]).tolist()
     if graph:
-        assert step.graph is not None and step.peak_mib > 0
+        assert step.graph is not None
+        assert step.peak_mib > 0
         step.close()
     return values
 
@@ -134,7 +135,8 @@ def test_flex_with_searched_options_agrees(mesh, eager, compile):
     """In bf16: options that are searched for it may need more shared memory in fp32. `time` compares with flash."""
     options = attention.FORWARD[-1] | attention.BACKWARD[-4]  # blocks of 64 and 32
     time = attention.candidate_timer(SDPA, torch.device("cuda", 0), 3)
-    assert time(options, "forward") > 0 and time(options, "backward") > 0
+    assert time(options, "forward") > 0
+    assert time(options, "backward") > 0
     how = dict(attn="flex", flex_options=tuple(options.items()), dtype=torch.bfloat16)
     close(losses(mesh, compile, **how), eager, 0.05)
 
@@ -193,7 +195,8 @@ def test_a_step_never_waits_for_the_device(mesh):
 def test_the_flight_recorder_has_the_collectives_of_nccl(mesh):
     dist.all_reduce(torch.ones(1, device="cuda"))
     _, begun, newest = _collectives()
-    assert begun > 0 and newest == "nccl:all_reduce"
+    assert begun > 0
+    assert newest == "nccl:all_reduce"
 
 
 def test_the_peak_of_this_device_is_known_or_it_is_said(mesh):

@@ -29,7 +29,7 @@ def end():
     sim.stop()
 
 
-def ms(work, n=10) -> float:
+def ms(work, n=10):
     """Median ms of `work` on the device, after one warm-up; the device has other work until the CPU asked for it."""
     work()
     times = []
@@ -106,7 +106,7 @@ def test_4_the_copy_is_shorter_than_the_link():
     assert times["none"] < times["h100-nvlink"]
 
 
-def trained(argv: str, steps: int):
+def trained(argv, steps):
     """Allocated MiB after each step, and the step."""
     c = flags.resolve(flags.parse(f"{SMALL} {argv} --device cuda --param-dtype fp32".split()), "cuda", 8)
     step = build(c, torch.device("cuda"), 8)

@@ -383,7 +383,8 @@ def test_ranks_that_run_other_experts_and_the_rest_times_zero_have_the_gradients
 
 def test_running_statistics_are_each_rank_s_own_until_they_are_broadcast(two):
     (first, same), (second, also) = two["normed"]
-    assert first != second and same == also == first
+    assert first != second
+    assert same == also == first
 
 
 def test_zero_times_parameters_outside_of_the_forward_is_a_sum_of_shards(model):
@@ -425,12 +426,14 @@ def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error
             assert re.search(words, found.pop((name, "fully_shard")))
         if torch.__version__.startswith("2.11"):  # which has no rule for what Rprop does, however it is sharded
             assert re.search(changed, found.pop(("Rprop", "replicate")))
-        assert not {name for name, far in found.items() if isinstance(far, str) or far > 1e-5} and found
+        assert not {name for name, far in found.items() if isinstance(far, str) or far > 1e-5}
+        assert found
 
 
 def test_an_optimizer_that_was_built_before_the_wrap_is_refused_at_its_first_step(two):
     for said, moved in two["built_before"]:
-        assert said == [REPLACED] * 4 and moved == pytest.approx(1e-3, rel=0.1)
+        assert said == [REPLACED] * 4
+        assert moved == pytest.approx(1e-3, rel=0.1)
 
 
 @pytest.mark.parametrize("name", [*optimizers(), "foreach", "fused", "capturable"])
@@ -524,7 +527,8 @@ def test_groups_freezing_and_gradients_by_attribute_are_those_of_the_parameter(m
     assert [id(m.weight) for m in (model[0], model[2])] == [id(p) for n, p in model.named_parameters() if "weight" in n]
     model[0].weight.requires_grad_(False)
     model(torch.randn(2, 6)).sum().backward()
-    assert model[0].weight.grad is None and model[2].weight.grad is model.get_parameter("2.weight").grad is not None
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is model.get_parameter("2.weight").grad is not None
     torch.optim.SGD([model[2].weight], 0.1).step()
     model[0].weight = model[0].weight  # the parameter itself may be put back
 
@@ -653,7 +657,8 @@ def test_an_error_of_torch_that_our_wrapper_leads_to_says_what_to_do(fake, forwa
     model = data_parallel(type("Model", (Ends,), dict(forward=forward))(), fake(2))
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(2, 3))
-    assert note in error.value.__notes__[0] and len(error.value.__notes__) == 1
+    assert note in error.value.__notes__[0]
+    assert len(error.value.__notes__) == 1
 
 
 def test_get_parameter_while_the_model_runs_finds_no_parameter(fake):
@@ -685,7 +690,8 @@ def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backwa
             F.linear(torch.ones(2, 6), other.weight).sum().backward()
     data_parallel(other, fake(2))  # unless it is wrapped, too: then it has the model's shard
     assert other.weight is model[0].weight
-    assert other(torch.ones(2, 6)).sum().backward() is None and other.weight.grad is not None
+    assert other(torch.ones(2, 6)).sum().backward() is None
+    assert other.weight.grad is not None
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -724,7 +730,8 @@ def test_wrapping_again_takes_what_is_new_and_keeps_ties(fake):
     model["head"].weight = model["emb"].weight
     data_parallel(model["emb"], mesh)  # blocks first and the root last, as with fully_shard
     data_parallel(model, mesh)
-    assert model["head"].weight is model["emb"].weight and len(list(model.parameters())) == 1
+    assert model["head"].weight is model["emb"].weight
+    assert len(list(model.parameters())) == 1
     with pytest.raises(ValueError, match="wrapped already"):
         data_parallel(model, mesh)
     model["emb"].weight = nn.Parameter(torch.ones(8, 4))
@@ -739,7 +746,8 @@ def test_a_model_whose_parts_hold_every_parameter_is_wrapped_last(fake):
     for part in model:
         data_parallel(part, mesh)
     data_parallel(model, mesh)
-    assert units_of(model) == ["0", "1"] and isinstance(model[0][0].weight, DTensor)
+    assert units_of(model) == ["0", "1"]
+    assert isinstance(model[0][0].weight, DTensor)
     with pytest.raises(ValueError, match="wrapped already"):
         data_parallel(model, mesh)
 
@@ -780,7 +788,8 @@ def test_vmap_jvp_and_detect_anomaly_work(fake):
 def test_unsharded_gathers_once_trains_and_refuses_changes_that_would_be_lost(fake):
     model = data_parallel(mlp(), fake(1))
     with unsharded():
-        assert not isinstance(model[0].weight, DTensor) and model[0].weight is model[0].weight
+        assert not isinstance(model[0].weight, DTensor)
+        assert model[0].weight is model[0].weight
         penalty = sum(module.weight.square().sum() for module in model if isinstance(module, nn.Linear))
     penalty.backward()
     assert torch.allclose(whole(model[0].weight.grad), 2 * whole(model[0].weight))
@@ -804,7 +813,8 @@ def test_a_forward_that_changes_a_weight_in_place_is_an_error(fake, rows):
     with pytest.raises(RuntimeError) as error:
         data_parallel(Clamped(6, rows), fake(2))(torch.randn(2, 6))
     told = "".join([str(error.value), *getattr(error.value, "__notes__", ())])
-    assert "was changed in place while it was gathered" in told and "do it elsewhere" in told
+    assert "was changed in place while it was gathered" in told
+    assert "do it elsewhere" in told
 
 
 def test_a_step_inside_unsharded_is_seen_by_the_next_read(fake):
@@ -877,13 +887,15 @@ def test_outside_of_disable_data_parallel_dtensors_act_as_torch_has_them(fake):
     init = nn.init._no_grad_trunc_normal_
     handlers = set(simple_fsdp._handlers)
     with disable_data_parallel():
-        assert torch._C._len_torch_dispatch_stack() == 1 and set(simple_fsdp._handlers) == handlers
+        assert torch._C._len_torch_dispatch_stack() == 1
+        assert set(simple_fsdp._handlers) == handlers
         with pytest.raises(RuntimeError, match="would not reach the sharded tensor"):
             model.weight.data[0].zero_()
         (model.weight * 1)[:2].relu_()  # not a parameter's
         with pytest.raises(NotImplementedError):  # torch's word
             model.weight.data.bernoulli_(model.weight.data)
-    assert torch._C._len_torch_dispatch_stack() == 0 and nn.init._no_grad_trunc_normal_ is init
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert nn.init._no_grad_trunc_normal_ is init
     model.weight.data[0].zero_()  # as with FSDP2
 
 
@@ -915,7 +927,8 @@ def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
 def test_names_of_classes_are_those_of_the_plain_model(model):
     plain = mlp()
     assert repr(plain) == repr(model) and str(type(model[0])) == str(nn.Linear) and type(model[0]) is not nn.Linear
-    assert isinstance(model[0], nn.Linear) and type(model[0]).__module__ == nn.Linear.__module__
+    assert isinstance(model[0], nn.Linear)
+    assert type(model[0]).__module__ == nn.Linear.__module__
 
 
 def test_a_method_that_computes_with_a_weight_outside_of_forward_needs_unsharded(fake):

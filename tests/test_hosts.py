@@ -105,7 +105,8 @@ def test_a_cable_out_for_five_seconds_costs_these_and_one_that_stays_out_ends_bo
     assert [code for code, _ in ends(apart, 240)] == [0, 0], tails(apart)
     again = losses(apart[0].said())
     first = min(map(int, again))
-    assert first == saved + 1 > 10 and len(again) == 200 - saved
+    assert first == saved + 1 > 10
+    assert len(again) == 200 - saved
     assert all(again[k] == seen[k] for k in again.keys() & seen.keys())  # steps that were done twice
 
 
@@ -122,7 +123,8 @@ def test_a_dead_host_comes_back_by_its_own_line_and_without_the_first_both_end_a
     start(apart[1:], flags, MAX_RESTARTS="1")  # the host is there again
     said = apart[0].wait_for(f" {max(map(int, seen)) + 3}/150 ")[len(said) :]
     again = losses(said)
-    assert re.search("resuming after step [0-9]+", said) and 5 < min(map(int, again)) <= max(map(int, seen)) + 1
+    assert re.search("resuming after step [0-9]+", said)
+    assert 5 < min(map(int, again)) <= max(map(int, seen)) + 1
     assert all(again[k] == seen[k] for k in again.keys() & seen.keys())
     apart[0].die()  # and with it the store by which the hosts meet
     assert apart[1].runs[-1].wait(60) == 1, apart[1].said()[-3000:]
@@ -135,7 +137,8 @@ def test_a_dead_host_comes_back_by_its_own_line_and_without_the_first_both_end_a
     start(apart, flags)
     assert [code for code, _ in ends(apart)] == [0, 0], tails(apart)
     again = losses(apart[0].said())
-    assert min(map(int, again)) == saved + 1 > 5 and len(again) == 150 - saved
+    assert min(map(int, again)) == saved + 1 > 5
+    assert len(again) == 150 - saved
     assert all(again[k] == last[k] for k in again.keys() & last.keys())
 
 
@@ -185,9 +188,11 @@ def test_a_host_that_dies_and_comes_back_leaves_the_losses_of_the_undisturbed_ru
     expected, found = dict(soak.losses(one)), soak.losses(pair[0].folder)  # steps that were done twice, too
     off = max(abs(loss / expected[step] - 1) for step, loss in found)
     print(f"2 ranks, 1 from step {begun[0]} on, 2 from {begun[1]}: losses within {off:.1e} of the undisturbed run")
-    assert dict(found).keys() == expected.keys() and off <= 2e-6
+    assert dict(found).keys() == expected.keys()
+    assert off <= 2e-6
     state = state_of(tmp_path / "saved/step-00000150")
-    assert state["samples"] == 150 * 8 and state["global_batch"] == 8
+    assert state["samples"] == 150 * 8
+    assert state["global_batch"] == 8
 
 
 def test_a_folder_for_checkpoints_that_is_another_on_each_host_is_refused(pair, tmp_path):

@@ -9,7 +9,6 @@ packages share therefore lies below both. Tests, examples and scripts are no par
 import ast
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from running import ROOT, fails, module
@@ -58,7 +57,7 @@ REGISTRATIONS = {  # calls at import that are allowed, with the reason
 }
 
 
-def _size(source: str) -> tuple[int, int]:
+def _size(source):
     """Syntax nodes, and the lines that hold them (docstrings apart)."""
     tree = ast.parse(source)
     lines = set()
@@ -69,7 +68,7 @@ def _size(source: str) -> tuple[int, int]:
     return sum(1 for _ in ast.walk(tree)), len(lines)
 
 
-def _name(path: Path) -> str:
+def _name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -82,7 +81,7 @@ PACKAGES = [_name(path) for path in PATHS if path.name == "__init__.py"]
 MODULES = sorted(name for name in SOURCES if name not in PACKAGES or SOURCES[name])  # an empty __init__ is none
 
 
-def imported(name: str) -> set[str]:
+def imported(name):
     """All modules that a module imports, also inside functions: of `from a import b` a.b if that is one of ours."""
     found = set()
     for node in ast.walk(TREES[name]):
@@ -95,11 +94,11 @@ def imported(name: str) -> set[str]:
     return found
 
 
-def ours(name: str) -> set[str]:
+def ours(name):
     return {module for module in imported(name) if module.split(".")[0] in {each.split(".")[0] for each in SOURCES}}
 
 
-def place(name: str) -> tuple[int, str] | None:
+def place(name):
     """(number of the floor, entry of FLOORS) of a module."""
     for number, entries in enumerate(FLOORS):
         for entry in entries:
@@ -108,11 +107,11 @@ def place(name: str) -> tuple[int, str] | None:
     return None
 
 
-def functions(name: str, top: bool = False) -> list[tuple[str, ast.AST]]:
+def functions(name, top=False):
     """(qualified name, node) of the functions of a module; top: only those that are in no function or private class."""
     found = []
 
-    def walk(node: ast.AST, prefix: str) -> None:
+    def walk(node, prefix):
         for child in ast.iter_child_nodes(node):
             inner = prefix
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -162,7 +161,7 @@ def test_imports_go_downwards(name):
     assert place(name), f"{name} is on no floor: put it into FLOORS, or its code where it belongs"
     floor, entry = place(name)
 
-    def below_or_beside(module: str) -> bool:
+    def below_or_beside(module):
         number, other = place(module) or (len(FLOORS), "")
         return number < floor or (other == entry and entry in PACKAGES)
 
@@ -173,7 +172,8 @@ def test_imports_go_downwards(name):
 @pytest.mark.parametrize("name", [*MOVED, "studies.memory", "benchmarks.planner.runs", "trainer.experiments.sweep"])
 def test_a_name_that_has_moved_says_the_new_one(name):
     done = module(name)
-    assert fails(done, 1, "error: moved: ") and not done.out
+    assert fails(done, 1, "error: moved: ")
+    assert not done.out
 
 
 def test_the_installed_package_holds_every_program_and_package():
@@ -225,7 +225,7 @@ def test_a_function_has_at_most_1200_syntax_nodes(name):
     assert not long, f"{name}: {', '.join(long)}"
 
 
-def _works(node: ast.stmt) -> bool:
+def _works(node):
     """Whether a statement of a module does more than import, assign, define or register."""
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.AugAssign):
         return False

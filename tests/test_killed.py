@@ -27,24 +27,26 @@ ALL = EVERYDAY | {
 SCRIPT = str(Path(killed.__file__))
 
 
-def started(*command) -> list[str]:
+def started(*command):
     return ran(sys.executable, *command, cwd=None, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)).out.splitlines()
 
 
 @pytest.mark.parametrize("moments", [EVERYDAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["everyday", "all"])
-def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goes_on(moments, train, tmp_path):
+def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goes_on(moments, trains, tmp_path):
     told = started(SCRIPT, str(tmp_path), *moments)
-    assert train("--save", tmp_path / "straight").code == 0
+    trains("--save", tmp_path / "straight")
     for moment, steps in moments.items():
         folder = tmp_path / moment
         assert f"{moment}: -9" in told
         left = [*folder.glob("tmp-*")]
-        assert steps_in(folder) == steps and len(left) == (moment not in ("after rename", "removal"))
+        assert steps_in(folder) == steps
+        assert len(left) == (moment not in ("after rename", "removal"))
         for path in folder.glob("step-*"):
             verify(str(path))
-        done = train("--save", folder, "--save-every", 2, *killed.MOMENTS[moment][-1].split())
-        assert done.code == 0 and ("starting fresh" in done.out) == (not steps), done.err
-        assert ("removed tmp-step-" in done.out) == bool(left) and "took over the lock of pid" in done.out
+        done = trains("--save", folder, "--save-every", 2, *killed.MOMENTS[moment][-1].split())
+        assert ("starting fresh" in done.out) == (not steps), done.err
+        assert ("removed tmp-step-" in done.out) == bool(left)
+        assert "took over the lock of pid" in done.out
         assert steps_in(folder)[-1] == 6 and not [*folder.glob("tmp-*")] and not (folder / "lock").exists()
         assert_bitwise(contents(folder / "step-00000006"), contents(tmp_path / "straight/step-00000006"))
 
@@ -63,7 +65,7 @@ def synced(monkeypatch):
     return sizes
 
 
-def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(train, tmp_path, synced, monkeypatch):
+def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(trains, tmp_path, synced, monkeypatch):
     rename = os.rename
     seen = []
 
@@ -75,7 +77,8 @@ def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(train
         rename(a, b)
 
     monkeypatch.setattr(os, "rename", checked)
-    assert train("--save", tmp_path / "not/there").code == 0 and seen == [4]
+    trains("--save", tmp_path / "not/there")
+    assert seen == [4]
     for path in (tmp_path, tmp_path / "not", tmp_path / "not/there"):
         assert path.stat().st_ino in synced, path
 
@@ -91,7 +94,8 @@ def test_one_rank_of_two_killed_in_the_first_save_leaves_no_step_and_the_same_li
     command = "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())
     started(*command, SCRIPT, str(tmp_path), "an item")
     folder = tmp_path / "an item"
-    assert steps_in(folder) == [] and len([*folder.glob("tmp-step-00000002-*")]) == 1
+    assert steps_in(folder) == []
+    assert len([*folder.glob("tmp-step-00000002-*")]) == 1
     flags = [*killed.TINY, "--save", str(folder), "--save-every", "2", "--results", str(tmp_path / "rows.jsonl")]
     out = "\n".join(started(*command, str(ROOT / "main.py"), *flags))
     assert "removed tmp-step-00000002-" in out and "starting fresh" in out and steps_in(folder) == [2, 4, 6]

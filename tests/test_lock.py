@@ -30,7 +30,7 @@ def nothing_held(isolated):
     lock.drop_all()
 
 
-def foreign(folder: Path, seconds_ago: float = 0, **owner) -> Path:
+def foreign(folder, seconds_ago=0, **owner):
     """A lock of another run: by default of another machine."""
     folder.mkdir(exist_ok=True)
     path = folder / "lock"
@@ -46,10 +46,10 @@ class Clock:
         self.now = 0
         self.then = {}
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
         for at in [at for at in self.then if at <= self.now]:
             self.then.pop(at)()
@@ -61,12 +61,12 @@ def clock(monkeypatch):
     return lock.time
 
 
-def here(pid: int, **other) -> dict:
+def here(pid, **other):
     """What a process of this machine writes into its lock."""
     return dict(pid=pid, start=lock.start_ticks(pid), machine=lock._machine(), host="this") | other
 
 
-def gone() -> int:
+def gone():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -85,16 +85,16 @@ def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, fol
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to tell a reused pid")
 @pytest.mark.parametrize("how", ["gone", "reused", "zombie"])
-def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, train, folder):
+def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, trains, folder):
     zombie = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     zombie.stdout.read()  # it has ended, and nobody has asked how
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     pid = dict(gone=gone, reused=os.getppid, zombie=lambda: zombie.pid)[how]()
     began = Path(f"/proc/{zombie.pid}/stat").read_text().rpartition(") ")[2].split()[19]
     foreign(folder, **here(pid, start=began))
-    done = train("--save", folder, "--steps", 7)
+    done = trains("--save", folder, "--steps", 7)
     zombie.wait()
-    assert done.code == 0 and f"took over the lock of pid {pid} on host this, which is gone" in done.out
+    assert f"took over the lock of pid {pid} on host this, which is gone" in done.out
     assert done.row["resumed_after"] == 6 and steps_in(folder) == [4, 6, 7] and not [*folder.glob("lock*")]
 
 
@@ -108,21 +108,24 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
     os.utime(path, (path.stat().st_mtime - ago,) * 2)
     assert lock.take(tmp_path) == f"took over the lock of {who}, silent for 180 s"
     told = capsys.readouterr().out
-    assert waits - 5 <= clock.now <= waits + lock.POLL and (f"{who} may be writing there" in told) == (waits > 0)
+    assert waits - 5 <= clock.now <= waits + lock.POLL
+    assert (f"{who} may be writing there" in told) == (waits > 0)
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_process_of_another_machine_of_the_same_name_is_not_looked_for_among_those_here(tmp_path, clock):
     """Hosts are often called alike: localhost, the pods of a set. There it may well be alive."""
     foreign(tmp_path, host=socket.gethostname(), pid=gone(), machine=f"{lock._machine()} of another boot")
-    assert "silent for 180 s" in lock.take(tmp_path) and clock.now >= 175
+    assert "silent for 180 s" in lock.take(tmp_path)
+    assert clock.now >= 175
 
 
-def test_a_run_that_its_launcher_starts_again_on_another_host_waits_for_its_own_lock_and_goes_on(train, folder, clock):
+def test_a_run_that_its_launcher_starts_again_on_another_host_waits_for_its_own_lock_and_goes_on(trains, folder, clock):
     foreign(folder, seconds_ago=100)
-    done = train("--save", folder, "--steps", 7)
-    assert done.code == 0 and done.row["resumed_after"] == 6 and 75 < clock.now <= 80 + lock.POLL
-    assert "pid 4711 on host node7 may be writing there, its last sign was 10" in done.out and "waiting " in done.out
+    done = trains("--save", folder, "--steps", 7)
+    assert done.row["resumed_after"] == 6 and 75 < clock.now <= 80 + lock.POLL
+    assert "pid 4711 on host node7 may be writing there, its last sign was 10" in done.out
+    assert "waiting " in done.out
 
 
 AFTERWARDS = {  # what happens to another machine's lock while it is waited for, who is writing there
@@ -169,7 +172,8 @@ def test_of_two_runs_that_take_over_at_once_one_is_refused(tmp_path, monkeypatch
     monkeypatch.setattr(os, "rename", overtaken)
     with pytest.raises(Refused, match="pid 4712 on host node7 has just begun"):
         lock.take(tmp_path)
-    assert json.loads((tmp_path / "lock").read_text())["pid"] == 4712 and len([*tmp_path.iterdir()]) == 1
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == 4712
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 ENDS = {  # flags, exit code
@@ -184,15 +188,15 @@ def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatc
     argv, code = ENDS[end]
     if end == "failed save":
         monkeypatch.setattr(saver, "_write", lambda *_: open("/nowhere/file"))
-    done = train("--save", folder, *argv.split())
-    assert done.code == code and not [*folder.glob("lock*")] and not lock._held
+    assert train("--save", folder, *argv.split()).code == code and not [*folder.glob("lock*")] and not lock._held
 
 
 def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
     code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); "
     code += "print(os.listdir(d)); sys.exit(3)"
     done = module("\n" + code, tmp_path, timeout=20)
-    assert (done.code, done.out) == (3, "['lock']\n") and not [*tmp_path.iterdir()]
+    assert (done.code, done.out) == (3, "['lock']\n")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypatch):
@@ -219,9 +223,9 @@ def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_other
 ):
     real = getattr(saver, before)
     monkeypatch.setattr(saver, before, lambda *args: foreign(folder) and real(*args))
-    done = train("--save", folder, "--steps", 7)
-    fails(done, 4, "pid 4711 on host node7 has taken this directory over")
-    assert steps_in(folder) == [2, 4, 6] and "node7" in (folder / "lock").read_text()
+    fails(train("--save", folder, "--steps", 7), 4, "pid 4711 on host node7 has taken this directory over")
+    assert steps_in(folder) == [2, 4, 6]
+    assert "node7" in (folder / "lock").read_text()
     assert not [*folder.glob("tmp-*")]
 
 
@@ -245,7 +249,8 @@ def test_a_directory_without_permission_exits_2(train, tmp_path):
         pytest.skip("this user may write to any directory: root")
     for where in ("closed", "closed/deep"):
         done = train("--save", tmp_path / where)
-        assert fails(done, 2, f"--save {tmp_path / where}: ", "Permission denied") and done.row is None
+        assert fails(done, 2, f"--save {tmp_path / where}: ", "Permission denied")
+        assert done.row is None
 
 
 @pytest.mark.parametrize("call", ["mkdir", "TemporaryFile", "open"])
@@ -260,4 +265,5 @@ def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tm
 
     monkeypatch.setattr(tempfile if call == "TemporaryFile" else os, call, read_only)
     done = train("--save", where)
-    assert fails(done, 2, f"--save {where}: ", "Read-only file system") and done.row is None
+    assert fails(done, 2, f"--save {where}: ", "Read-only file system")
+    assert done.row is None

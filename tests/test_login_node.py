@@ -20,7 +20,7 @@ pytestmark = [needs_triton, pytest.mark.skipif(not HERE, reason=WHY)]
 RECORDED = [row for row in read_jsonl(ROOT / "results/peaks.jsonl") if row["flags"]["mlp"] == "lean"][0]
 
 
-def flags_of(row: dict) -> list[str]:
+def flags_of(row):
     """The flags of a row's cell without --world, which each command names in its own way."""
     flags = sweep.parse(shlex.split(row["cell"]))[1]
     del flags["--world"]

@@ -64,11 +64,12 @@ def test_a_bad_data_file_exits_3_naming_file_and_place(case, train, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ one rank
 
 
-def test_a_run_of_one_step_ends_well_and_claims_no_statistics(train):
-    done = train("--steps", 1)
-    assert done.code == 0 and done.err == ""
+def test_a_run_of_one_step_ends_well_and_claims_no_statistics(trains):
+    done = trains("--steps", 1)
+    assert done.err == ""
     assert done.row["n"] == 0 and done.row["step_ms"] is None and done.row["tok_s"] is None
-    assert done.steps[0]["step"] == 1 and [done.row["loss"]] == done.losses
+    assert done.steps[0]["step"] == 1
+    assert [done.row["loss"]] == done.losses
 
 
 def rates(argv):
@@ -81,7 +82,8 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     lr = rates("--steps 104")
     assert lr[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a > b for a, b in zip(lr[4:], lr[5:], strict=False))
-    assert lr[54] == pytest.approx(0.55) and 0.1 < lr[-1] < 0.101
+    assert lr[54] == pytest.approx(0.55)
+    assert 0.1 < lr[-1] < 0.101
 
 
 def test_schedules_other_than_the_cosine():
@@ -89,18 +91,19 @@ def test_schedules_other_than_the_cosine():
     wsd = rates("--steps 100 --schedule wsd")
     assert wsd[:81] == [0.25, 0.5, 0.75, *[1.0] * 78]
     falls = [a - b for a, b in zip(wsd[80:], wsd[81:], strict=False)]
-    assert falls == pytest.approx([0.045] * 19) and wsd[-1] == pytest.approx(0.145)
+    assert falls == pytest.approx([0.045] * 19)
+    assert wsd[-1] == pytest.approx(0.145)
     assert all(0.1 <= each <= 1 for each in rates("--steps 100 --schedule wsd --warmup 95")[94:])
 
 
-def test_the_optimizers_flags_reach_it(train):
+def test_the_optimizers_flags_reach_it(train, trains):
     plain = train("--log-every", 1)
     same = train(*"--weight-decay 0.1 --optimizer adamw:beta1=0.9:beta2=0.95 --schedule cosine --log-every 1".split())
     assert plain.losses == same.losses
     for argv in ("--weight-decay 0", "--optimizer adamw:beta1=0.5", "--optimizer adamw:beta2=0.5",
                   "--schedule constant --warmup 0"):
-        other = train(*argv.split(), "--log-every", 1, "--steps", 6)
-        assert other.code == 0 and other.losses[-1] != plain.losses[-1], argv
+        other = trains(*argv.split(), "--log-every", 1, "--steps", 6)
+        assert other.losses[-1] != plain.losses[-1], argv
 
 
 @pytest.mark.parametrize("compile", ["none", pytest.param("model", marks=pytest.mark.slow)])
@@ -130,8 +133,10 @@ def test_a_change_is_found_where_the_head_of_main_py_says(compile, train, monkey
     monkeypatch.setattr(runs.Run, "training", training)
     other = train("--log-every", 1, "--compile", compile, "--steps", 2)
     assert first.losses[0] > plain.losses[0] + 1
-    assert other.losses[0] == first.losses[0] and other.losses[1] != first.losses[1]
-    assert [each["mine"] for each in other.steps] == [0, 1] and other.row["mine"] == 7
+    assert other.losses[0] == first.losses[0]
+    assert other.losses[1] != first.losses[1]
+    assert [each["mine"] for each in other.steps] == [0, 1]
+    assert other.row["mine"] == 7
 
 
 SYSTEM = {  # flags that must not change the loss: values, relative tolerance over six steps
@@ -155,22 +160,22 @@ def plain(one_thread, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", SYSTEM)
-def test_a_system_flag_does_not_change_the_loss(case, plain, train):
+def test_a_system_flag_does_not_change_the_loss(case, plain, trains):
     argv, tolerance = SYSTEM[case]
-    other = train("--depth", 2, *argv.split(), "--log-every", 1)
-    assert other.code == 0 and other.losses == pytest.approx(plain, rel=tolerance, abs=0)
+    other = trains("--depth", 2, *argv.split(), "--log-every", 1)
+    assert other.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_bf16_runs_and_stays_near_fp32(train):
+def test_bf16_runs_and_stays_near_fp32(train, trains):
     exact = train("--log-every", 1)
-    half = train("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--adam-dtype", "bf16", "--log-every", 1)
-    assert half.code == 0 and half.row["param_dtype"] == half.row["reduce_dtype"] == "bf16"
+    half = trains("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--adam-dtype", "bf16", "--log-every", 1)
+    assert half.row["param_dtype"] == half.row["reduce_dtype"] == "bf16"
     assert all(0 < abs(a - b) < 0.02 for a, b in zip(exact.losses, half.losses, strict=True))
 
 
-def test_overfit_learns_its_batch(train):
-    done = train("--data", "overfit", "--steps", 60, "--lr", "0.02", "--seqlen", 8)
-    assert done.code == 0 and done.row["loss"] < done.losses[0] / 2
+def test_overfit_learns_its_batch(trains):
+    done = trains("--data", "overfit", "--steps", 60, "--lr", "0.02", "--seqlen", 8)
+    assert done.row["loss"] < done.losses[0] / 2
 
 
 def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
@@ -182,14 +187,16 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
     patterns += [r"^ +blocks\.0\.mlp\.up\.weight +\(128, 32\) +Shard\(dim=0\)"]
     patterns += [r"^units \(\d\): blocks\.0.*; in none: 4 of 16 parameters, [\d']+ elements$"]
     for done, says in ((quiet, False), (v, True), (vv, True)):
-        assert done.code == 0 and done.err == ""
+        assert done.code == 0
+        assert done.err == ""
         assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [says] * len(patterns)
     assert not any(key.startswith(("norm/", "grad/")) for step in v.steps for key in step)
     assert vv.logged == [1, 2, 4, 6]
     for step in vv.steps:
         grads = {key: value for key, value in step.items() if key.startswith("grad/")}
         norms = {key: value for key, value in step.items() if key.startswith("norm/")}
-        assert len(grads) == len(norms) == 16 and "grad/blocks.0.attn.q.weight" in grads
+        assert len(grads) == len(norms) == 16
+        assert "grad/blocks.0.attn.q.weight" in grads
         assert math.sqrt(sum(g * g for g in grads.values())) == pytest.approx(step["grad_norm"], rel=1e-5)
         assert norms["norm/norm.weight"] == pytest.approx(math.sqrt(32), rel=0.05)
     assert [s["loss"] for s in vv.steps if s["step"] in (1, 6)] == [s["loss"] for s in quiet.steps]
@@ -205,7 +212,7 @@ def test_compile_options_are_read_as_python_literals():
 @pytest.mark.parametrize(("mode", "plain"), [
     ("blocks", []), ("model", ["plain"]), ("fwdbwd", ["plain"]), pytest.param("step", [], marks=ONE_GRAPH),
 ])  # fmt: skip
-def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monkeypatch):
+def test_compile_options_reach_every_graph_of_the_model(mode, plain, trains, monkeypatch):
     ran = []
     compile = torch.compile
 
@@ -221,27 +228,30 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monk
 
     monkeypatch.setattr(torch, "compile", record)
     ours = ["max_autotune=False", "triton.cudagraphs=False"]
-    done = train("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2, "--world", 2, "--link", "none")
-    assert done.code == 0, done.err
+    done = trains("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2, "--world", 2, "--link", "none")
     options = {"max_autotune": False, "triton.cudagraphs": False}
     graphs = [how for name, how in ran if name != "update"]  # the optimizer's graph has none of them
     assert graphs and all(how.items() >= options.items() for how in graphs), ran
     assert all((how == options) == bool(plain) for how in graphs), ran
-    assert done.row["compile"] == mode and done.row["flags"]["compile_options"] == [*plain, *ours]
+    assert done.row["compile"] == mode
+    assert done.row["flags"]["compile_options"] == [*plain, *ours]
 
 
 def test_debug_shows_the_traceback(train):
     done = train("--debug", FAULT="0:1:forward:raise")
     told = "failed: RuntimeError: an injected fault"
-    assert "Traceback" in done.err and f"error: rank 0: {told}" in done.err.splitlines()[-1]
-    assert done.code == 1 and done.row["outcome"] == told
+    assert "Traceback" in done.err
+    assert f"error: rank 0: {told}" in done.err.splitlines()[-1]
+    assert done.code == 1
+    assert done.row["outcome"] == told
 
 
 @pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard:2"])
-def test_a_simulated_world_trains_and_its_row_says_so(how, train):
-    done = train("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
-    assert done.code == 0 and done.row["outcome"] == "ok", done.err
-    assert done.row["world"] == "8(sim 20:370)" and "8(sim 20:370) ranks" in done.out
+def test_a_simulated_world_trains_and_its_row_says_so(how, train, trains):
+    done = trains("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
+    assert done.row["outcome"] == "ok", done.err
+    assert done.row["world"] == "8(sim 20:370)"
+    assert "8(sim 20:370) ranks" in done.out
     moved = done.row["collectives"]
     assert ("all_gather" in moved) == ("reduce_scatter" in moved) == ("ddp" not in how)
     assert all(each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"] for each in moved.values())
@@ -256,12 +266,12 @@ def test_a_simulated_world_trains_and_its_row_says_so(how, train):
 def test_weights_that_are_bad_leave_a_row_in_every_compile_mode(train, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"no weights")
     for compile in "none", "fwdbwd":
-        done = train("--init", tmp_path / "bad.safetensors", "--compile", compile)
+        done = train("--init", "bad.safetensors", "--compile", compile)
         fails(done, 4, "bad.safetensors")
         assert done.row["outcome"].startswith("failed: ") and set(KEYS) <= done.row.keys() and done.row["n"] == 0
 
 
-def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(train, monkeypatch):
+def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(trains, monkeypatch):
     """Else a second Ctrl-C, or torchrun's SIGTERM, would kill a rank in the last barrier, after its row says ok."""
     seen = []
     leave = runs.shutdown
@@ -271,9 +281,10 @@ def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(train,
         leave()
 
     monkeypatch.setattr(runs, "shutdown", note)
-    assert train().code == 0
+    trains()
     [(handler, threads)] = seen
-    assert handler not in (signal.SIG_DFL, signal.SIG_IGN) and "watchdog" in threads
+    assert handler not in (signal.SIG_DFL, signal.SIG_IGN)
+    assert "watchdog" in threads
 
 
 def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
@@ -281,10 +292,11 @@ def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
     done = train("--log-every", 1, FAULT="0:2:backward:raise")
     fails(done, 1, "ValueError: planted in two lines")
     assert done.row["outcome"] == "failed: ValueError: planted in two lines"
-    assert set(KEYS) <= done.row.keys() and done.losses == [done.row["loss"]]
+    assert set(KEYS) <= done.row.keys()
+    assert done.losses == [done.row["loss"]]
 
 
-def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):
+def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(trains, monkeypatch):
     took = main.Run.take
 
     def take(run, step):  # after the check at the start: the file becomes a folder
@@ -293,8 +305,8 @@ def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
         took(run, step)
 
     monkeypatch.setattr(main.Run, "take", take)
-    done = train()
-    assert done.code == 0 and "outcome  ok" in done.out
+    done = trains()
+    assert "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())
     assert "results file: IsADirectoryError" in done.err and '"outcome": "ok"' in done.err, "the row is lost"
 
@@ -349,13 +361,17 @@ def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
                  wandb="offline", group="g", tags=["a", "b"])  # fmt: skip
     assert {name: row["flags"][name] for name in given} == given
     assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row["flags"].keys()
-    assert re.fullmatch("[0-9a-f]{40}", row["commit"]) and isinstance(row["dirty"], bool)
-    assert row["torch"] == torch.__version__ and row["device"].startswith("CPU")
-    assert row["step_ms_min"] <= row["step_ms"] <= row["step_ms_max"] and row["peak_rss_mib"] > 100
+    assert re.fullmatch("[0-9a-f]{40}", row["commit"])
+    assert isinstance(row["dirty"], bool)
+    assert row["torch"] == torch.__version__
+    assert row["device"].startswith("CPU")
+    assert row["step_ms_min"] <= row["step_ms"] <= row["step_ms_max"]
+    assert row["peak_rss_mib"] > 100
     assert row["tok_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
     assert all({"loss", "lr", "grad_norm", "ms", "tok_s"} <= s.keys() for s in steps)
-    assert row["loss"] == steps[-1]["loss"] and abs(steps[0]["loss"] - math.log(256)) < 0.1
+    assert row["loss"] == steps[-1]["loss"]
+    assert abs(steps[0]["loss"] - math.log(256)) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -367,4 +383,5 @@ def test_two_ranks_print_an_error_that_both_have_once(argv, code, pattern, tmp_p
     done = torchrun(*TINY, "--results", tmp_path / "rows.jsonl", *argv.split())
     assert done.code == code
     assert len(re.findall(pattern, done.err)) == 1, f"not once: {done.err}"
-    assert "Traceback" not in done.err and done.out == ""
+    assert "Traceback" not in done.err
+    assert done.out == ""

@@ -37,7 +37,7 @@ from trainer.data import DataError
 pytestmark = pytest.mark.usefixtures("isolated")
 
 
-def sign(step: Path) -> None:
+def sign(step):
     """A manifest that fits whatever the other files are now."""
     files = {}
     for path in step.iterdir():
@@ -46,7 +46,7 @@ def sign(step: Path) -> None:
     write_manifest(step, files)
 
 
-def restate(step: Path, **changed) -> Path:
+def restate(step, **changed):
     """Other entries in a step's train_state.json, which is signed; the file."""
     path = step / "train_state.json"
     path.write_text(json.dumps(state_of(step) | changed))
@@ -54,7 +54,7 @@ def restate(step: Path, **changed) -> Path:
     return path
 
 
-def write_manifest(step: Path, files: dict) -> None:
+def write_manifest(step, files):
     digest = zlib.crc32(json.dumps(files, sort_keys=True).encode())
     (step / "manifest.json").write_text(json.dumps({"crc32": digest, "files": files}))
 
@@ -141,7 +141,8 @@ def test_a_step_that_cannot_be_read_just_now_is_not_taken_for_damaged(number, co
 
     monkeypatch.setattr("builtins.open", unreadable)
     done = train("--save", folder, "--steps", 5)
-    assert done.code == code and f"{path}: {os.strerror(number)}" in (done.err if code else done.out)
+    assert done.code == code
+    assert f"{path}: {os.strerror(number)}" in (done.err if code else done.out)
     assert steps_in(folder) == ([2, 4, 6] if code else [2, 4, 5])
 
 
@@ -153,8 +154,7 @@ class Planted:
 def test_a_planted_pickle_is_refused_by_name_and_does_not_run(train, folder):
     (folder / "step-00000006/.metadata").write_bytes(pickle.dumps(Planted()))
     sign(folder / "step-00000006")
-    done = train("--resume", folder / "step-00000006", "--steps", 7)
-    fails(done, 4, ".metadata: ", "posix.system")
+    fails(train("--resume", folder / "step-00000006", "--steps", 7), 4, ".metadata: ", "posix.system")
     assert not Path("ran").exists()
     pickle.loads((folder / "step-00000006/.metadata").read_bytes())  # what was planted does work
     assert Path("ran").exists()
@@ -181,8 +181,7 @@ def pickled_entry(metadata):
 ])  # fmt: skip
 def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
     forged(folder / "step-00000006", change)
-    done = train("--resume", folder / "step-00000006", "--steps", 7)
-    fails(done, 4, ".metadata: ", named)
+    fails(train("--resume", folder / "step-00000006", "--steps", 7), 4, ".metadata: ", named)
 
 
 # ------------------------------------------------------------------------------------- well signed, and of another kind
@@ -217,7 +216,8 @@ def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_
         with suppress(CheckpointError, DataError):
             checkpoint._check(found, c, batches, about["model"])
     means_nothing = {case for case in accepted if case.split()[0] in ("model", "run")}
-    assert len(cases) > 500 and accepted - means_nothing == ACCEPTED
+    assert len(cases) > 500
+    assert accepted - means_nothing == ACCEPTED
 
 
 def test_other_json_than_a_step_has_is_damage(folder, alone):
@@ -237,8 +237,7 @@ def test_other_json_than_a_step_has_is_damage(folder, alone):
 
 def test_a_signed_step_with_odd_samples_is_refused_and_the_step_before_is_resumed(train, folder):
     path = restate(folder / "step-00000006", samples=5)
-    done = train("--resume", path.parent, "--steps", 7)
-    fails(done, 4, f"{path}: ValueError: samples is 5, expected 12")
+    fails(train("--resume", path.parent, "--steps", 7), 4, f"{path}: ValueError: samples is 5, expected 12")
     assert train("--save", folder, "--steps", 7).row["resumed_after"] == 4
 
 
@@ -321,18 +320,17 @@ def tensor_of(shape, chunks):
 
 def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):
     path = restate(folder / "step-00000006", format=checkpoint.FORMAT + 1)
-    done = train("--save", folder, "--steps", 7)
-    fails(done, 4, f"{path}: format 2 is newer")
+    fails(train("--save", folder, "--steps", 7), 4, f"{path}: format 2 is newer")
 
 
-def test_another_torch_is_told(train, folder):
+def test_another_torch_is_told(trains, folder):
     restate(folder / "step-00000006", torch="2.9.0")
-    done = train("--resume", folder / "step-00000006", "--steps", 7)
-    assert done.code == 0 and "torch 2.9.0 (now " in done.out
+    done = trains("--resume", folder / "step-00000006", "--steps", 7)
+    assert "torch 2.9.0 (now " in done.out
 
 
-def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, tmp_path, monkeypatch):
-    assert train("--save", tmp_path / "bf16", "--adam-dtype", "bf16").code == 0
+def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(trains, folder, tmp_path, monkeypatch):
+    trains("--save", "bf16", "--adam-dtype", "bf16")
     named = set()
     find = checkpoint._Unpickler.find_class
 
@@ -342,74 +340,80 @@ def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, 
 
     monkeypatch.setattr(checkpoint._Unpickler, "find_class", record)
     for each in (folder, tmp_path / "bf16"):
-        assert train("--resume", each, "--steps", 6, "--adam-dtype", "bf16" if each != folder else "fp32").code == 0
+        trains("--resume", each, "--steps", 6, "--adam-dtype", "bf16" if each != folder else "fp32")
     assert named == checkpoint.ALLOWED
 
 
 # ----------------------------------------------------------------------------------------------------------- what stays
 
 
-def test_the_newest_stay(train, tmp_path):
-    assert train("--save", tmp_path / "run", "--save-every", 1, "--keep", 2).code == 0
-    assert steps_in(tmp_path / "run") == [5, 6] and len([*(tmp_path / "run").iterdir()]) == 2
-    assert train("--save", tmp_path / "last").code == 0 and steps_in(tmp_path / "last") == [6]
+def test_the_newest_stay(trains, tmp_path):
+    trains("--save", "run", "--save-every", 1, "--keep", 2)
+    assert steps_in("run") == [5, 6]
+    assert len([*(tmp_path / "run").iterdir()]) == 2
+    trains("--save", "last")
+    assert steps_in("last") == [6]
 
 
-def test_a_directory_of_another_run_is_refused_at_the_start(train, folder, tmp_path):
+def test_a_directory_of_another_run_is_refused_at_the_start(train, trains, folder):
     for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
         done = train("--save", folder, *argv)
         fails(done, 4, "holds step-00000006")
         assert done.row is None
         assert "starting fresh" not in done.out
-    assert train("--save", tmp_path / "new", "--resume", "never").code == 0
+    trains("--save", "new", "--resume", "never")
 
 
-def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, folder, tmp_path):
+def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, trains, folder, tmp_path):
     for step in (4, 6):
         shutil.rmtree(folder / f"step-0000000{step}")
-    assert train("--save", tmp_path / "one").code == 0
+    trains("--save", "one")
     argv = "--save", folder, "--keep", 1, "--steps", 7, "--resume"
-    done = train(*argv, tmp_path / "one")
-    fails(done, 4, "holds step-00000002 already, --resume")
+    fails(train(*argv, "one"), 4, "holds step-00000002 already, --resume")
     assert steps_in(folder) == [2]
     (tmp_path / "same").symlink_to(folder)
-    assert train(*argv, tmp_path / "same/step-00000002").code == 0 and steps_in(folder) == [7]
+    trains(*argv, "same/step-00000002")
+    assert steps_in(folder) == [7]
 
 
 @pytest.mark.parametrize("path", ["", "/step-00000004"])
-def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, folder, tmp_path):
+def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, trains, folder, tmp_path):
     """As its launcher does: the directory that it began from still holds what it held."""
     shutil.rmtree(folder / "step-00000006")
     argv = "--resume", f"{folder}{path}", "--steps", 9, "--save-every", 2, "--log-every", 1, "--save"
-    whole = train(*argv, tmp_path / "whole")
-    assert train(*argv, tmp_path / "new", FAULT="0:7:data:raise").code == 1 and steps_in(tmp_path / "new") == [6]
-    again = train(*argv, tmp_path / "new")
-    assert again.code == 0 and f"new: began at --resume {folder}{path}; going on from there" in again.out
-    assert again.row["resumed_after"] == 6 and steps_in(tmp_path / "new") == [6, 8, 9] and steps_in(folder) == [2, 4]
+    whole = train(*argv, "whole")
+    assert train(*argv, "new", FAULT="0:7:data:raise").code == 1
+    assert steps_in("new") == [6]
+    again = trains(*argv, "new")
+    assert f"new: began at --resume {folder}{path}; going on from there" in again.out
+    assert again.row["resumed_after"] == 6 and steps_in("new") == [6, 8, 9] and steps_in(folder) == [2, 4]
     assert again.losses == whole.losses[2:]
-    assert train(*argv, tmp_path / "new").code == 0  # done
+    trains(*argv, "new")  # done
     other = train(*argv[:1], folder / "step-00000002", *argv[2:], tmp_path / "new")
     fails(other, 4, "holds step-00000009 already, --resume")
 
 
-def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(train, folder, monkeypatch):
+def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(trains, folder, monkeypatch):
     argv = "--save", folder, "--keep", 2, "--steps"
     with monkeypatch.context() as patch:  # as on NFS, where another process has a file of it open
         patch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty", ".nfs1")))
         for steps in (7, 8):
-            done = train(*argv, steps)
-            assert done.code == 0 and "is not wholly removed (Directory not empty: .nfs1)" in done.err, done.err
-        assert steps_in(folder) == [7, 8] and len([*folder.glob("tmp-*")]) == 3
+            done = trains(*argv, steps)
+            assert "is not wholly removed (Directory not empty: .nfs1)" in done.err, done.err
+        assert steps_in(folder) == [7, 8]
+        assert len([*folder.glob("tmp-*")]) == 3
         patch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
-        assert not discard(str(folder / "step-00000007"), "tmp") and steps_in(folder) == [7, 8]
-    done = train(*argv, 9)
-    assert done.code == 0 and done.err == "" and steps_in(folder) == [8, 9] and not [*folder.glob("tmp-*")]
+        assert not discard(str(folder / "step-00000007"), "tmp")
+        assert steps_in(folder) == [7, 8]
+    done = trains(*argv, 9)
+    assert done.err == "" and steps_in(folder) == [8, 9] and not [*folder.glob("tmp-*")]
 
 
 def test_how_far_a_run_is_survives_train_state_json_also_one_without_the_newer_entries(folder):
     for state in (TrainState(3, 24), TrainState(3, 24, origin="a", best=0.5), TrainState(3, 24, best=0.0)):
         assert TrainState.from_dict(json.loads(json.dumps(state.as_dict() | dict(world=2)))) == state
     saved = state_of(folder / "step-00000006")
-    assert not {"origin", "best"} & saved.keys() and TrainState.from_dict(saved) == TrainState(6, 12, run=saved["run"])
+    assert not {"origin", "best"} & saved.keys()
+    assert TrainState.from_dict(saved) == TrainState(6, 12, run=saved["run"])
     with pytest.raises(KeyError):
         TrainState.from_dict(dict(step=3))

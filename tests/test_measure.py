@@ -46,7 +46,7 @@ def test_a_peak_belongs_to_exactly_one_device_name(name, tflops):
     assert device_peak(name) == (tflops and tflops * 1e12)
 
 
-def touched(mib: int) -> mmap.mmap:
+def touched(mib):
     """Resident memory of its own: malloc may have as much at hand from the tests before."""
     block = mmap.mmap(-1, mib * MIB)
     for offset in range(0, len(block), mmap.PAGESIZE):
@@ -109,7 +109,8 @@ def test_excluded_and_failing_steps_never_enter_the_statistics():
     assert timer.last() >= 50 and len(timer.ms()) == 3  # `last` is for the log and sees every step
     with pytest.raises(ZeroDivisionError), timer.step():
         raise ZeroDivisionError
-    assert len(timer.ms()) == 3 and stats(timer.ms())["n"] == 3
+    assert len(timer.ms()) == 3
+    assert stats(timer.ms())["n"] == 3
 
 
 def test_stats_are_median_minimum_maximum_and_count():
@@ -155,8 +156,10 @@ def test_on_cuda_no_step_waits_and_time_between_steps_is_not_counted(monkeypatch
             device.now += 10 + k
         device.now += 1000  # saving a checkpoint
     device.reached = 2015  # the device has passed steps 0 and 1
-    assert timer.last() == 11 and device.waits == 0
-    assert timer.ms() == [11, 12, 13, 14] and device.waits == 1
+    assert timer.last() == 11
+    assert device.waits == 0
+    assert timer.ms() == [11, 12, 13, 14]
+    assert device.waits == 1
     assert timer.last() == 14
 
 
@@ -213,9 +216,11 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path, monk
 
 def test_the_environment_names_code_and_machine():
     row = timing.environment("cpu")
-    assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"]) and row["dirty"] in (True, False, None)
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"])
+    assert row["dirty"] in (True, False, None)
     assert (row["commit"] == "unknown") == (row["dirty"] is None)
-    assert datetime.fromisoformat(row["date"]).utcoffset().total_seconds() == 0 and len(row["date"]) == 25
+    assert datetime.fromisoformat(row["date"]).utcoffset().total_seconds() == 0
+    assert len(row["date"]) == 25
     assert row["torch"] == torch.__version__ and row["device"].startswith("CPU ") and "thread" in row["device"]
     assert {"cuda", "python", "clock_mhz", "clock_max_mhz", "power_limit_w"} <= row.keys()
     json.dumps(row, allow_nan=False)
@@ -306,7 +311,8 @@ def test_a_profile_that_is_cut_short_is_written_all_the_same(tmp_path):
     fails = Profile(tmp_path, 0, 5, 2, "cpu")
     with pytest.raises(MemoryError), fails.step(0):
         raise MemoryError
-    assert "step 0" in read_trace(tmp_path / "rank2.trace.json.gz") and fails.paths
+    assert "step 0" in read_trace(tmp_path / "rank2.trace.json.gz")
+    assert fails.paths
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
@@ -370,7 +376,8 @@ def test_on_a_gpu_memory_time_and_profile_are_real(tmp_path):
     timer = StepTimer("cuda")
     profile = Profile(tmp_path, 1, 1, 0, "cuda")
     block = torch.ones(64 * MIB // 4, device="cuda")
-    assert stages.add("block") >= 64 and memory.memory_now("cuda") >= 64
+    assert stages.add("block") >= 64
+    assert memory.memory_now("cuda") >= 64
     for k in range(4):
         with timer.step(excluded=profile.covers(k)), profile.step(k):
             torch.cuda._sleep(20_000_000)  # cycles: about 10 ms

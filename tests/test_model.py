@@ -103,7 +103,8 @@ def test_logits_do_not_depend_on_later_tokens(block):
         before = model(tokens)
         after = model(later)
     assert before.shape == (B, T, SMALL["vocab"])
-    assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7], after[:, 7])
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.equal(before[:, 7], after[:, 7])
 
 
 def test_the_loss_is_the_fp32_sum_over_the_labels_that_count():
@@ -113,7 +114,8 @@ def test_the_loss_is_the_fp32_sum_over_the_labels_that_count():
         logits = model(tokens)
     keep = targets != IGNORE
     expected = -logits.float().log_softmax(-1)[keep].gather(1, targets[keep, None]).sum()
-    assert loss.dtype == torch.float32 and 0 < keep.sum() < keep.numel()
+    assert loss.dtype == torch.float32
+    assert 0 < keep.sum() < keep.numel()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
@@ -209,7 +211,8 @@ def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, block, flex_o
     assert parameters(model.config) == sum(p.numel() for p in model.parameters())
     counted = counted_products(model, *batch(model.config.vocab, rows, seqlen), chunk)
     linear = flops_per_token(model.config, seqlen, "linear")
-    assert isinstance(linear, int) and rows * seqlen * linear == counted
+    assert isinstance(linear, int)
+    assert rows * seqlen * linear == counted
 
 
 def test_the_reference_figures_of_a_step():
@@ -261,7 +264,8 @@ def test_a_chunk_gives_the_same_value_without_gradients(chunk):
     expected = model(*data, chunk)
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         value = model(*data, chunk)
-    assert torch.equal(value, expected) and not value.requires_grad
+    assert torch.equal(value, expected)
+    assert not value.requires_grad
     made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_lean.chunked_loss]
     assert made == 2 * B * T * SMALL["width"] * SMALL["vocab"], "gradients were made"
 
@@ -276,7 +280,8 @@ def test_of_a_frozen_head_the_chunked_loss_makes_no_gradient():
     with FlopCounterMode(display=False) as flops:
         (grad,) = torch.autograd.grad(chunked_loss(x, w.detach(), y), x)
     made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_lean.chunked_loss]
-    assert torch.equal(grad, expected) and made == 2 * 2 * x.numel() * len(w)
+    assert torch.equal(grad, expected)
+    assert made == 2 * 2 * x.numel() * len(w)
 
 
 def test_a_gradient_of_the_chunked_gradient_is_refused():
@@ -302,7 +307,8 @@ def test_in_bf16_the_chunked_loss_is_as_near_to_fp64_as_the_full_one():
 
     def errors(loss):
         grads = torch.autograd.grad(loss, (x, w))
-        assert loss.dtype == torch.float32 and all(g.dtype == torch.bfloat16 for g in grads)
+        assert loss.dtype == torch.float32
+        assert all(g.dtype == torch.bfloat16 for g in grads)
         return [abs(loss - exact) / exact, *((g - t).norm() / t.norm() for g, t in zip(grads, truth, strict=True))]
 
     chunked = errors(chunked_loss(x, w, y))

@@ -90,7 +90,8 @@ def assert_as_one_process(found):
 
 def test_two_ranks_train_as_one_process_does(two, alone):
     first, second = two["every_setting"]
-    assert first == second and first.keys() == SETTINGS.keys()
+    assert first == second
+    assert first.keys() == SETTINGS.keys()
     assert_as_one_process(first)
 
 
@@ -161,17 +162,18 @@ def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
 # ------------------------------------------------------------------------------------------------------- command lines
 
 
-def test_a_run_says_what_goes_where_and_its_row_holds_the_setting(train):
-    done = train("--optimizer", "muon:lr=0.01", "--steps", "3")
-    assert done.code == 0 and done.row["outcome"] == "ok"
-    assert done.row["flags"]["optimizer"] == "muon" and done.row["flags"]["muon_lr"] == 0.01
+def test_a_run_says_what_goes_where_and_its_row_holds_the_setting(trains):
+    done = trains("--optimizer", "muon:lr=0.01", "--steps", "3")
+    assert done.row["outcome"] == "ok"
+    assert done.row["flags"]["optimizer"] == "muon"
+    assert done.row["flags"]["muon_lr"] == 0.01
     assert "muon for 6 matrices (blocks.*.attn.q.weight, blocks.*.attn.k.weight" in done.out
     assert "adamw for 2 matrices (emb.weight, head.weight) and 8 vectors" in done.out
 
 
-def test_a_simulated_world_runs_it(train):
-    done = train("--optimizer", "muon", "--world", "8", "--steps", "3")
-    assert done.code == 0 and done.row["collectives"]["all_to_all"]["n"] == 8, done.row["collectives"]
+def test_a_simulated_world_runs_it(trains):
+    done = trains("--optimizer", "muon", "--world", "8", "--steps", "3")
+    assert done.row["collectives"]["all_to_all"]["n"] == 8, done.row["collectives"]
 
 
 @pytest.mark.parametrize(("argv", "said"), [

@@ -44,7 +44,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(Step, "loss_sum", poisoned)
 
 
-def made(argv: str, world=1, device="cpu"):
+def made(argv, world=1, device="cpu"):
     """A step of flags, what runs it, and its batches."""
     c = resolved([*TINY, "--device", device, *argv.split()], world, device)
     if not dist.is_initialized():
@@ -58,24 +58,24 @@ def made(argv: str, world=1, device="cpu"):
     return step, run, ([t.to(device) for t in batch] for batch in batches)
 
 
-def tensors(step) -> list[torch.Tensor]:
+def tensors(step):
     shards = [local(p.detach()) for p in step.optimizer.params]
     return [*shards, *(t for *_, t in step.optimizer.moments()), step.optimizer.t]
 
 
-def state(step) -> list[bytes]:
+def state(step):
     """Parameters, moments and step count, to the bit: -0.0 is not 0.0."""
     return [t.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for t in tensors(step)]
 
 
-def plant_zeros(step) -> None:
+def plant_zeros(step):
     """Negative ones, as a bf16 checkpoint may have them."""
     first = [t for kind, _, t in step.optimizer.moments() if kind == "m"]
     for t in (*tensors(step)[: len(step.optimizer.params)], *first):
         t.reshape(-1)[0] = -0.0
 
 
-def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
+def refused(argv, bad, world=1, on=0, device="cpu"):
     """Bad, good, bad, good: what each step told, whether it left all as it was, and whether all is in the end as after
     the good steps alone."""
     step, run, batches = made(argv, world, device)
@@ -100,7 +100,7 @@ def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
     return told, same, after == state(step)
 
 
-def assert_refused(result: tuple) -> None:
+def assert_refused(result):
     told, same, as_without = result
     assert [bad for *_, bad in told] == [1, 0, 1, 0]
     assert [math.isfinite(loss) for loss, _, _ in told] == [False, True, False, True]
@@ -167,7 +167,8 @@ def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
     for grads, loss, expected in ((bad, 1.0, 1), (good, 1.0, 0), (bad, 1.0, 1), (good, INF, 1), (good, 1.0, 0)):
         before = state(step)
         _, told = compiled(grads, torch.tensor(loss))
-        assert told == expected and (state(step) == before) == bool(expected)
+        assert told == expected
+        assert (state(step) == before) == bool(expected)
         assert all(t.isfinite().all() for t in (*optimizer.shards, *optimizer.m, *optimizer.v))
         for t in (*optimizer.shards, *optimizer.m):
             t.reshape(-1)[:8] = torch.tensor([0.0, -0.0] * 4)
@@ -182,7 +183,8 @@ def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
 def test_loss_and_norm_decide_together_and_the_limit_of_the_norm_with_them(loss, norm, limit, bad):
     step = Step(torch.nn.Identity(), AdamW([torch.nn.Parameter(torch.ones(2))], 0.1), norm_limit=limit)
     told = step.judge(torch.tensor(loss), torch.tensor(norm))
-    assert told.dtype == torch.float32 and told.item() == bad
+    assert told.dtype == torch.float32
+    assert told.item() == bad
 
 
 def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(poison, capsys):
@@ -190,11 +192,13 @@ def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(pois
     before = state(step)
     tokens, targets = next(batches)
     loss = step(tokens, torch.full_like(targets, IGNORE))
-    assert (loss, step.grad_norm, step.bad) == (0, 0, 1) and state(step) == before
+    assert (loss, step.grad_norm, step.bad) == (0, 0, 1)
+    assert state(step) == before
     check = checking("--nonfinite stop")
     check.put(4, step, loss)
     assert "step 4: gradient norm 0, as of a batch without labels, samples 0-7: update left" in capsys.readouterr().out
-    assert check.skipped == 1 and check.in_a_row == 0
+    assert check.skipped == 1
+    assert check.in_a_row == 0
 
 
 def test_the_decision_costs_no_collective(train):
@@ -266,20 +270,24 @@ def planted(monkeypatch, steps, factor=NAN):
     monkeypatch.setattr(main.Run, "take", plant)
 
 
-def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):
+def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(
+    train, trains, tmp_path, monkeypatch
+):
     saving = "--log-every", 1, "--save", tmp_path / "run", "--save-every", 1, "--keep", 9
     with monkeypatch.context() as patch:
         planted(patch, {4})
         done = train(*saving)
-    assert done.row["outcome"].startswith("failed: ") and done.row["skipped"] == 0
-    assert done.row["loss"] == done.losses[-1] == "nan" and len(done.steps) == 4
+    assert done.row["outcome"].startswith("failed: ")
+    assert done.row["skipped"] == 0
+    assert done.row["loss"] == done.losses[-1] == "nan"
+    assert len(done.steps) == 4
     assert fails(done, 5) == (
         "error: rank 0: failed: step 4: not finite (loss nan, gradient norm nan), samples 6-7: lower --lr 0.003, or "
         "leave such steps out with --nonfinite skip"
     )
     assert steps_in(tmp_path / "run") == [1, 2, 3]
-    resumed = train(*saving)
-    assert resumed.code == 0 and resumed.row["resumed_after"] == 3 and resumed.steps[0]["step"] == 4
+    resumed = trains(*saving)
+    assert resumed.row["resumed_after"] == 3 and resumed.steps[0]["step"] == 4
     assert resumed.steps[0]["loss"] < 6
 
 
@@ -292,25 +300,27 @@ def test_skip_leaves_the_update_out_says_so_counts_it_and_goes_on(train, tmp_pat
     for k, line in zip((3, 5), told, strict=False):
         assert line == (f"step {k}: not finite (loss nan, gradient norm nan), samples {2 * k - 2}-{2 * k - 1}: update "
                         "left out on all ranks (1 in a row)")  # fmt: skip
-    assert len(told) == 3 and re.fullmatch(r"outcome  ok, loss \d\.\d{4}, 2 updates left out", told[2])
+    assert len(told) == 3
+    assert re.fullmatch(r"outcome  ok, loss \d\.\d{4}, 2 updates left out", told[2])
     assert [s["step"] for s in done.steps if s["loss"] == "nan"] == [3, 5]
     steps = {k: contents(tmp_path / f"step-{k:08d}") for k in (2, 3, 4)}
     assert_bitwise(steps[2], steps[3])
-    assert steps[3]["t"] == 2 and steps[4]["t"] == 3
+    assert steps[3]["t"] == 2
+    assert steps[4]["t"] == 3
 
 
 def test_more_in_a_row_than_max_skips_exit_5(train, monkeypatch):
     planted(monkeypatch, {1, 3, 4, 5, 6})
     done = train("--nonfinite", "skip:2")
-    assert done.row["skipped"] == 4 and done.out.count("left out on all ranks") == 3
+    assert done.row["skipped"] == 4
+    assert done.out.count("left out on all ranks") == 3
     fails(done, 5, "step 5: not finite", "3 updates in a row left out",
           "more than the 2 of --nonfinite skip:2; lower --lr 0.003")
 
 
 @pytest.mark.parametrize(("argv", "step"), [("", 2), ("--nonfinite skip", 5)])
 def test_a_learning_rate_that_is_far_too_high_ends_the_run(argv, step, train):
-    done = train("--lr", "1e20", *argv.split())
-    fails(done, 5, f"step {step}: not finite", "lower --lr 1e+20")
+    fails(train("--lr", "1e20", *argv.split()), 5, f"step {step}: not finite", "lower --lr 1e+20")
 
 
 def test_only_rank_0_tells(train):
@@ -318,14 +328,14 @@ def test_only_rank_0_tells(train):
     assert (done.code, done.out, done.err, done.row) == (5, "", "", None)
 
 
-def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, monkeypatch):
+def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, trains, monkeypatch):
     planted(monkeypatch, {3}, 1000.0)
     stop = train("--nonfinite", "stop:limit=50")
     told = "step 3: gradient norm above --nonfinite stop:limit=50.0 (loss 5"
     fails(stop, 5, told)
     planted(monkeypatch, {3}, 1000.0)
-    skip = train("--nonfinite", "skip:limit=50", "--log-every", 1)
-    assert skip.code == 0 and skip.row["skipped"] == 1 and skip.steps[2]["loss"] > 5000
+    skip = trains("--nonfinite", "skip:limit=50", "--log-every", 1)
+    assert skip.row["skipped"] == 1 and skip.steps[2]["loss"] > 5000
     assert train("--nonfinite", "stop:limit=50").row["skipped"] == 0
 
 
@@ -346,21 +356,21 @@ def late(monkeypatch):
 @pytest.mark.parametrize("bad", [3, 6])
 def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late, train, monkeypatch):
     planted(monkeypatch, {bad})
-    done = train("--log-every", 100)
-    fails(done, 5, f"step {bad}: not finite")
+    fails(train("--log-every", 100), 5, f"step {bad}: not finite")
     assert train("--log-every", 100).row["outcome"] == "ok"
 
 
 @pytest.mark.parametrize(("argv", "told"), [
     ("", ["12"]), ("--nonfinite stop:warn=0", []), ("--nonfinite stop:warn=1e4", []),
 ])  # fmt: skip
-def test_a_spike_of_the_norm_is_told_and_trained_on(argv, told, train, monkeypatch):
+def test_a_spike_of_the_norm_is_told_and_trained_on(argv, told, trains, monkeypatch):
     planted(monkeypatch, {12}, 1000.0)
-    done = train("--steps", 14, *argv.split())
-    assert done.code == 0 and done.row["skipped"] == 0
+    done = trains("--steps", 14, *argv.split())
+    assert done.row["skipped"] == 0
     lines = re.findall(r"^step (\d+): gradient norm \S+ is .* the mean of the last 11 steps \(\S+\), samples 22-23$",
                        done.out, re.MULTILINE)  # fmt: skip
-    assert lines == told and done.out.count("gradient norm") == len(told)
+    assert lines == told
+    assert done.out.count("gradient norm") == len(told)
 
 
 # ------------------------------------------------------------------------------------------------------------ the host
@@ -382,12 +392,15 @@ def test_on_cuda_a_step_is_read_once_the_next_is_launched_or_when_asked(monkeypa
     monkeypatch.setattr(torch.cuda, "Event", event)
     check = checking(late=True)
     check.put(1, *numbers(loss=1.0))
-    assert calls == ["record"] and check.loss is None
+    assert calls == ["record"]
+    assert check.loss is None
     check.put(2, *numbers(loss=2.0))
-    assert calls == ["record", "wait", "record"] and check.loss == 1.0
+    assert calls == ["record", "wait", "record"]
+    assert check.loss == 1.0
     check.put(3, *numbers(loss=3.0), wait=True)
     check.flush()
-    assert calls[3:] == ["wait", "record", "wait"] and check.loss == 3.0
+    assert calls[3:] == ["wait", "record", "wait"]
+    assert check.loss == 3.0
     check.put(4, *numbers(bad=1.0, loss=NAN))
     with pytest.raises(NonFinite, match="step 4: not finite"):
         check.put(5, *numbers())
@@ -401,7 +414,8 @@ def test_a_spike_is_one_against_the_last_hundred_good_steps(capsys):
         check.put(k, *numbers(1.0))
     check.put(1, *numbers(10.0))
     check.put(2, *numbers(1000.0, bad=1.0))
-    assert "gradient norm 10 is" not in (out := capsys.readouterr().out) and "gradient norm 1000)" in out
+    assert "gradient norm 10 is" not in (out := capsys.readouterr().out)
+    assert "gradient norm 1000)" in out
     check.put(3, *numbers(12.0))  # the mean of 99 steps of 1 and one of 10 is 1.09
     assert capsys.readouterr().out == (
         "step 3: gradient norm 12 is 11 times the mean of the last 100 steps (1.09), samples 0-7\n"

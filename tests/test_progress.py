@@ -96,7 +96,8 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
     with pytest.raises(ValueError, match=r"--batch 100000: a step would take about 5\d\d\.\d GiB, .* 8\.0 GiB") as told:
         asked("--batch 100000")
     batch, accum = map(int, re.search(r"--batch (\d+) --grad-accum (\d+) would fit", str(told.value)).groups())
-    assert 1000 < batch < 1500 and 0 <= batch * accum - 100000 < batch
+    assert 1000 < batch < 1500
+    assert 0 <= batch * accum - 100000 < batch
     asked(f"--batch {batch} --grad-accum {accum}")
     asked("--batch 100000 --force")
     asked("--batch 100000", device="cuda")
@@ -115,7 +116,8 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
 def test_the_limit_of_a_jobs_control_group_counts_and_those_around_it(line, own, all_of_it, tmp_path, monkeypatch):
     (tmp_path / "cgroup").write_text(line)
     found = checks.memory_limits(tmp_path / "cgroup")
-    assert str(found[0]) == f"/sys/fs/cgroup/{own}" and len(found) == all_of_it
+    assert str(found[0]) == f"/sys/fs/cgroup/{own}"
+    assert len(found) == all_of_it
     (tmp_path / "limit").write_text("1048576\n")
     (tmp_path / "none").write_text("max\n")
     monkeypatch.setattr(checks, "memory_limits", lambda: [tmp_path / each for each in ("none", "absent", "limit")])
@@ -193,7 +195,8 @@ def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
     assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
     dog.begun = True
     dog.step = 2
-    assert shown() == "step 2/400" and piped() == ""
+    assert shown() == "step 2/400"
+    assert piped() == ""
     dog.step, dog.place, run.finite.loss = 12, "save", 3.25
     assert shown() == "step 12/400, loss 3.2500, about 78 s left, saving"
     now.monotonic = lambda: 2.0 * dog.step

@@ -27,31 +27,31 @@ FILE = re.compile(r"(?<![\w/.*-])[\w.-][\w./-]*\.(?:py|md|sh|jsonl|txt|csv|toml|
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def sections(page: str) -> list[str]:
+def sections(page):
     """The text of a page, cut before each heading."""
     apart = re.split(r"^(?=##? )", re.sub(r"```.*?```", lambda m: m[0].replace("\n#", "\n #"), PAGES[page], flags=re.S),
                      flags=re.MULTILINE)  # fmt: skip
     return [part for part in apart if part.strip()]
 
 
-def anchors(page: str) -> set[str]:
+def anchors(page):
     """What GitHub makes of the headings."""
     titles = [part.partition("\n")[0].lstrip("# ") for part in sections(page)]
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @functools.cache
-def flags_of_main(program: str = "main.py") -> set[str]:
+def flags_of_main(program="main.py"):
     return set(FLAG.findall(module(program.removesuffix(".py").replace("/", "."), "--help").out))
 
 
-def source(module: str) -> str:
+def source(module):
     """The file that `python -m MODULE` runs."""
     path = module.replace(".", "/")
     return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
-def flags_of_tools(text: str) -> set[str]:
+def flags_of_tools(text):
     """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
     files = {source(each) for each in re.findall(r"(?:trainer|lab)(?:\.\w+)+", text)}
     files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "lab/benchmarks/peaks.py"}
@@ -73,7 +73,8 @@ def test_the_lab_notebook_is_short_enough_to_be_read():
     text = (ROOT / "NOTES.md").read_text()
     assert len(text.encode()) <= 25_000, "its oldest entry goes to lab/notes/ and leaves one line among the decisions"
     assert not [line for line in text.splitlines() if line.startswith("#") and len(line) > 80]
-    assert "](lab/notes/2026-11.md)" in text and (ROOT / "lab/notes/2026-11.md").is_file()
+    assert "](lab/notes/2026-11.md)" in text
+    assert (ROOT / "lab/notes/2026-11.md").is_file()
 
 
 def test_the_list_of_files_names_every_source_file_in_the_row_of_its_place():
@@ -126,7 +127,7 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
         assert not found - known, (page, part.partition("\n")[0])
 
 
-def refused(*commands: str) -> list[str]:
+def refused(*commands):
     """What programs say of these commands, by default of all that docs name, without running them."""
     done = ran(sys.executable, "tests/documented.py", *commands, timeout=600)
     assert done.code == 0, done.err
@@ -160,8 +161,10 @@ def test_the_picture_is_of_the_committed_rows(tmp_path):
     rows = rows_of(ROOT / "results/collectives.jsonl")
     svg, png = plots.overlap(rows, tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
-    assert texts[0] == texts[1] and "torch.compile alone: 20 collectives, 20 of them exposed" in texts[0]
-    assert "with overlap.py: 20 collectives, 4 of them exposed" in texts[0] and "20 that all wait, or, with" in README
+    assert texts[0] == texts[1]
+    assert "torch.compile alone: 20 collectives, 20 of them exposed" in texts[0]
+    assert "with overlap.py: 20 collectives, 4 of them exposed" in texts[0]
+    assert "20 that all wait, or, with" in README
     with pytest.raises(plots.NoFigure):
         plots.overlap(rows[:1], tmp_path)
     assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
@@ -180,7 +183,8 @@ def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, fig
         plots.losses(found, tmp_path) if figure == "loss" else plots.fronts(runs.shared(found), tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", (folder / f"{figure}.svg").read_text()) for folder in
              (tmp_path, ROOT / "docs")]  # fmt: skip
-    assert texts[0] == texts[1] and len(texts[0]) > 10
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 10
     assert max((ROOT / "docs" / f"{figure}.{end}").stat().st_size for end in ("svg", "png")) < 200_000
 
 

@@ -162,7 +162,7 @@ KEPT_COMPILED += [pytest.param(policy, marks=pytest.mark.slow) for policy in MOR
 SHAPE = dict(width=64, head_dim=16, grouping=4, grow=4, vocab=96, seqlen=32, dtype=torch.bfloat16)
 
 
-def kept_bytes(policy: str, eager: bool = False) -> int:
+def kept_bytes(policy, eager=False):
     """Bytes that a block of SHAPE keeps from forward to backward. eager: with silu(gate), which the compiler makes
     again, and of torch's RMSNorm on a CPU two fp32 tensors instead of its bf16 input."""
     settings, units, attentions, norms, _ = KEPT[policy]

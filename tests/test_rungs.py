@@ -59,7 +59,7 @@ def test_the_op_is_what_torch_asks_of_one(chunk):
     assert torch.autograd.gradcheck(lambda *tensors: lean_mlp(*tensors, 1e-5, chunk), operands())
 
 
-def most_wide(function, tokens: int) -> int:
+def most_wide(function, tokens):
     """Largest number of [tokens, F] tensors that `function` has alive at once."""
     most = 0
 
@@ -114,7 +114,7 @@ def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch)
     assert ops == {False: ["lean_mlp.default"], True: ["lean_mlp_backward.default"]}
 
 
-def graphs_of(found: dict):
+def graphs_of(found):
     """torch.compile that runs graphs after Inductor's passes, without its code, and notes their ops in `found`."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -140,7 +140,8 @@ def test_moments_in_bf16_train_as_in_fp32():
 
     full = losses(None)
     half = losses(torch.bfloat16)
-    assert full[-1] < full[0] - 1 and max(abs(a - b) for a, b in zip(full, half, strict=True)) < 0.02
+    assert full[-1] < full[0] - 1
+    assert max(abs(a - b) for a, b in zip(full, half, strict=True)) < 0.02
 
 
 # ------------------------------------------------------------------------------------------- what cuts gathered buckets

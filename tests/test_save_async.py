@@ -35,7 +35,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 @pytest.fixture
 def run(alone, tmp_path):
     """A run that saves in the background, after one step; `step()` makes one more."""
-    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", tmp_path / "run", "--save-every", "0:async")
+    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", "run", "--save-every", "0:async")
     (tmp_path / "run").mkdir()
     with Saver(c, step, batches) as s:
         run = SimpleNamespace(saver=s, folder=tmp_path / "run", step=lambda: step(*next(batches)))
@@ -84,18 +84,20 @@ def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train,
     argv = "--steps", 6, "--log-every", 1
     sync, background = (train(*argv, "--save", tmp_path / name, "--save-every", every) for name, every in
                         (("sync", "2"), ("async", "2:async")))  # fmt: skip
-    assert sync.code == background.code == 0 and steps_in(tmp_path / "async") == [2, 4, 6]
+    assert sync.code == background.code == 0
+    assert steps_in("async") == [2, 4, 6]
     assert sync.losses == background.losses
     for k in (2, 4, 6):
         a, b = (tmp_path / name / f"step-0000000{k}" for name in ("sync", "async"))
         verify(str(b))
         assert_bitwise(contents(a), contents(b))
         one, two = map(state_of, (a, b))
-        assert one.pop("run") != two.pop("run") and one == two
-    resumed = train(*argv, "--resume", tmp_path / "async/step-00000002", "--save", tmp_path / "on", "--save-every",
+        assert one.pop("run") != two.pop("run")
+        assert one == two
+    resumed = train(*argv, "--resume", "async/step-00000002", "--save", "on", "--save-every",
                     "2:async")  # fmt: skip
     assert resumed.losses == sync.losses[2:]
-    assert_bitwise(contents(tmp_path / "sync/step-00000006"), contents(tmp_path / "on/step-00000006"))
+    assert_bitwise(contents("sync/step-00000006"), contents("on/step-00000006"))
 
 
 def test_training_goes_on_and_what_is_saved_is_what_was_there(run, gate):
@@ -103,13 +105,15 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there(run, gate):
     run.saver.save(1)
     for _ in range(2):
         run.step()
-    assert not run.saver.failed() and steps_in(run.folder) == []
+    assert not run.saver.failed()
+    assert steps_in(run.folder) == []
     assert not any(torch.equal(t, before[name]) for name, t in run.state().items())
     gate.opened.set()
     run.saver.pending[1].result()
     assert not run.saver.failed()
     run.saver.wait()
-    assert steps_in(run.folder) == [1] and not [*run.folder.glob("tmp-*")]
+    assert steps_in(run.folder) == [1]
+    assert not [*run.folder.glob("tmp-*")]
     assert_bitwise(contents(run.folder / "step-00000001"), before)
 
 
@@ -120,10 +124,12 @@ def test_one_save_is_in_flight_and_the_next_one_waits_for_it(run, gate):
     opening = threading.Timer(0.2, gate.opened.set)
     opening.start()
     run.saver.save(2)
-    assert gate.opened.is_set() and 1 in steps_in(run.folder)
+    assert gate.opened.is_set()
+    assert 1 in steps_in(run.folder)
     run.saver.wait()
     opening.join()
-    assert steps_in(run.folder) == [1, 2] and gate.most == 1
+    assert steps_in(run.folder) == [1, 2]
+    assert gate.most == 1
     assert_bitwise(contents(run.folder / "step-00000001"), before)
 
 
@@ -154,7 +160,7 @@ def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(alon
         s.save(1)
         s.wait()
         assert local(staged).is_cpu
-    assert torch.equal(contents(tmp_path / "step-00000001")["w"], torch.full((5, 3), 3.0))
+    assert torch.equal(contents("step-00000001")["w"], torch.full((5, 3), 3.0))
 
 
 def test_collectives_of_a_background_save_have_a_group_of_their_own_that_is_given_back(run, monkeypatch):
@@ -177,7 +183,8 @@ def test_collectives_of_a_background_save_have_a_group_of_their_own_that_is_give
     assert {name.rpartition("_")[0] for name in threads} == {"save"}
     for _ in range(2):
         run.saver.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("save")] and not run.saver.staged
+    assert not [t for t in threading.enumerate() if t.name.startswith("save")]
+    assert not run.saver.staged
     with pytest.raises(ValueError):
         dist.get_backend(groups[0])
 
@@ -195,11 +202,13 @@ def test_an_error_in_the_background_is_told_by_failed_raised_by_wait_and_over(ru
             time.sleep(0.01)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.saver.wait()
-    assert not run.saver.failed() and [*run.folder.iterdir()] == []
+    assert not run.saver.failed()
+    assert [*run.folder.iterdir()] == []
     run.saver.wait()
     run.saver.save(2)
     run.saver.wait()
-    assert not run.saver.failed() and steps_in(run.folder) == [2]
+    assert not run.saver.failed()
+    assert steps_in(run.folder) == [2]
 
 
 @pytest.mark.parametrize("call", ["save", "close"])
@@ -233,8 +242,9 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
     k, errors, left, mode, train, tmp_path, monkeypatch
 ):
     failing(monkeypatch, f"step-0000000{k}")
-    done = train("--save", tmp_path / "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
-    assert steps_in(tmp_path / "run") == left and len([*(tmp_path / "run").iterdir()]) == len(left)
+    done = train("--save", "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
+    assert steps_in("run") == left
+    assert len([*(tmp_path / "run").iterdir()]) == len(left)
     if errors and k < 6:
         assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
         step = tmp_path / f"run/step-0000000{k}"
@@ -244,21 +254,20 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
         assert done.row["outcome"].startswith("failed: ")
 
 
-def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(train, tmp_path, monkeypatch):
+def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(train, monkeypatch):
     failing(monkeypatch, "step-00000001")
     argv = "--lr", "1e20", "--log-every", 1, "--save-every", "1:async"
-    done = train("--save", tmp_path / "run", *argv[:-1], "1:async:warn")
+    done = train("--save", "run", *argv[:-1], "1:async:warn")
     told, error = done.err.splitlines()
     assert done.code == 5 and told.startswith("warning: step 1 was not saved: ") and error.startswith("error: ")
     monkeypatch.setattr(Saver, "failed", lambda _: False)  # nobody learns of it before the run ends
-    done = train("--save", tmp_path / "run", *argv)
+    done = train("--save", "run", *argv)
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
 
 
-def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path):
-    done = train("--save", tmp_path / "run", "--save-every", "0:async", FAULT="0:6:commit:enospc")
-    fails(done, 4, "No space left on device")
-    assert steps_in(tmp_path / "run") == []
+def test_a_fault_planted_in_the_last_save_in_the_background_happens(train):
+    fails(train("--save", "run", "--save-every", "0:async", FAULT="0:6:commit:enospc"), 4, "No space left on device")
+    assert steps_in("run") == []
 
 
 def test_save_cost_without_rounds_is_refused():
@@ -270,8 +279,10 @@ def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_pa
     args = SimpleNamespace(rounds=2, between=1, check=True)
     assert saving.main(args, flags.parse(argv), 0, 0, 1) == 0
     row, check = rows_of(tmp_path / "rows.jsonl")
-    assert check["resumed_bitwise"] is check["went_on_bitwise"] is True and check["flags"]["deterministic"]
-    assert row["async_n"] == row["written_n"] == 2 and not torch.are_deterministic_algorithms_enabled()
+    assert check["resumed_bitwise"] is check["went_on_bitwise"] is True
+    assert check["flags"]["deterministic"]
+    assert row["async_n"] == row["written_n"] == 2
+    assert not torch.are_deterministic_algorithms_enabled()
     assert all(row[f"{kind}_mb_s"] > 0 for kind in ("write", "crc", "verify", "load"))
     assert [*(tmp_path / "here").iterdir()] == []
 
@@ -295,13 +306,14 @@ def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(saving.Trained, "train", train)
     with pytest.raises(SystemExit, match="143"):
         saving.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
-    assert begun.is_set() and [*(tmp_path / "here").iterdir()] == []
+    assert begun.is_set()
+    assert [*(tmp_path / "here").iterdir()] == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 
 
 @on_gpu
 @pytest.mark.parametrize("wrapper", ["simple", "fsdp2"])
-def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, train, tmp_path, monkeypatch):
+def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, trains, tmp_path, monkeypatch):
     told = []
     stage = Saver._stage
 
@@ -312,7 +324,7 @@ def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, tra
 
     monkeypatch.setattr(Saver, "_stage", recorded)
     argv = "--device", "cuda", "--save-every", "2:async", "--wrapper", wrapper
-    assert train(*argv, "--save", tmp_path / "run").code == 0
+    trains(*argv, "--save", "run")
     for k, (pinned, state) in zip((2, 4, 6), told, strict=True):
         assert all(pinned)
         assert_bitwise(contents(tmp_path / "run" / f"step-0000000{k}"), state)

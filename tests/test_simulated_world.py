@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simple_fsdp
 from simple_fsdp import data_parallel
-from trainer import config as flags
 from trainer.distributed import simulated_world as sim
 from trainer.parallelize import build
 from trainer.step import local
@@ -37,12 +36,12 @@ def end():
     sim.stop()
 
 
-def start(world: int, rank: int = 0) -> None:
+def start(world, rank=0):
     """Whose links take no time."""
     sim.start(world, sim.link("none"), rank=rank)
 
 
-def configured(argv: str, world: int = 1, device: str = "cpu") -> flags.Config:
+def configured(argv, world=1, device="cpu"):
     return resolved(f"--device {device} {SMALL} {argv}", world, device)
 
 
@@ -67,7 +66,8 @@ def test_every_collective_gives_what_equal_ranks_give():
         both = own.clone()
         dist.reduce_scatter_tensor(shard, whole, op=op)
         dist.all_reduce(both, op=op)
-        assert shard.tolist() == [factor * v for v in (6, 7, 8)] and both.tolist() == [factor * v for v in (0, 1, 2)]
+        assert shard.tolist() == [factor * v for v in (6, 7, 8)]
+        assert both.tolist() == [factor * v for v in (0, 1, 2)]
     dist.reduce_scatter(shard, list(whole.split(3)), op=dist.ReduceOp.SUM)
     assert shard.tolist() == [24, 28, 32]
     dist.all_reduce(both := torch.full((2,), 3), op=dist.ReduceOp.PRODUCT)
@@ -80,7 +80,8 @@ def test_every_collective_gives_what_equal_ranks_give():
     dist.barrier()
     names = [None] * 4
     dist.all_gather_object(names, {"rank": dist.get_rank()})
-    assert names == [{"rank": 2}] * 4 and own.tolist() == [0, 1, 2]
+    assert names == [{"rank": 2}] * 4
+    assert own.tolist() == [0, 1, 2]
     with dist._coalescing_manager(device=CPU, async_ops=True) as work:
         dist.all_gather_into_tensor(out.zero_(), own)
     work.wait()
@@ -116,29 +117,29 @@ def test_afterwards_real_groups_work_again():
 # ---------------------------------------------------------------- gradients
 
 
-def whole_of(shard: torch.Tensor, shards: int) -> torch.Tensor:
+def whole_of(shard, shards):
     """What `shards` coded shards are together, by this formula, not by a collective."""
     return torch.cat([shard * (1 + j / 16) for j in range(shards)])
 
 
-def codes(ranks: int, like: torch.Tensor) -> torch.Tensor:
+def codes(ranks, like):
     return (1 + torch.arange(ranks, device=like.device, dtype=like.dtype) / 16).view(-1, 1)
 
 
 @torch.no_grad()
-def tile_(p: torch.Tensor, ranks: int, coded: bool = False) -> None:
+def tile_(p, ranks, coded=False):
     """Overwrites a whole parameter by its first of `ranks` chunks, repeated (coded: times 1 + j/16 for rank j)."""
     chunks = p.view(ranks, -1)
     chunks.copy_(chunks[:1].clone() * (codes(ranks, p) if coded else 1.0))
 
 
-def coded_gather(out: torch.Tensor, own: torch.Tensor, ranks: int, rank: int) -> None:
+def coded_gather(out, own, ranks, rank):
     """The shards of rank j are taken to be (1 + j/16) times a common one, instead of equal: a wrong order shows."""
     factors = codes(ranks, own) / codes(ranks, own)[rank] if out.is_floating_point() else 1
     out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1) * factors)
 
 
-def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu") -> None:
+def check_gradients(mode, compile, steps=3, limit=0.0, device="cpu"):
     """Gradients, losses and updated parameters of rank 0 of 8 are those of one process whose parameters are equal
     chunks, made equal again after each step. The eps of AdamW is far above the rounding of a gradient: else an entry
     whose gradient is nearly 0 would move by any part of the learning rate."""
@@ -279,7 +280,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def two_ranks(mesh=None) -> dict:
+def two_ranks(mesh=None):
     """{wrapper: (losses and norms of this rank's gradient, collectives)} of 3 eager steps of a world of 2 whose ranks
     hold equal data and, made equal again after each step, equal shards."""
     results = {}
@@ -309,7 +310,8 @@ def test_two_simulated_ranks_equal_two_real_ones_to_the_bit():
         simulated = two_ranks()
     finally:
         torch.set_num_threads(threads)
-    assert simulated["simple"][0] == simulated["fsdp2"][0] and len(set(simulated["simple"][0])) == 6
+    assert simulated["simple"][0] == simulated["fsdp2"][0]
+    assert len(set(simulated["simple"][0])) == 6
     for wrapper, (values, calls) in simulated.items():
         assert values == real[0][wrapper][0], wrapper
         assert calls == real[0][wrapper][1] == real[1][wrapper][1] and len(calls) > 30, wrapper
@@ -336,7 +338,7 @@ def test_independent_work_hides_a_collective_and_dependent_work_does_not():
     out = torch.empty(8, 571_428)
     own = torch.ones(571_428)
 
-    def measure(independent: bool) -> float:
+    def measure(independent):
         start = time.perf_counter()
         work = dist.all_gather_into_tensor(out.view(-1), own, async_op=True)
         if not independent:
@@ -383,7 +385,8 @@ def test_the_clock_of_a_gpu_needs_no_cuda_toolkit(monkeypatch):
     """Torch's compiler of kernels asks for the headers of one, which pip's packages are not."""
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda _, name: [*cpp_extension.include_paths("cuda"), name])
-    assert sim._Clock().wait[-1] == "wait_deadline" and cpp_extension.CUDA_HOME is None
+    assert sim._Clock().wait[-1] == "wait_deadline"
+    assert cpp_extension.CUDA_HOME is None
 
 
 def test_the_docstring_names_every_private_name_of_torch():
@@ -392,4 +395,5 @@ def test_the_docstring_names_every_private_name_of_torch():
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and "._" in node.module:
             names |= {alias.name for alias in node.names}
-    assert len(names) > 8 and [name for name in names if name not in sim.__doc__] == []
+    assert len(names) > 8
+    assert [name for name in names if name not in sim.__doc__] == []

@@ -63,7 +63,8 @@ def test_lines_of_two_processes_never_mix(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", code, who], cwd=tmp_path, env=env) for who in "ab"]
     assert [process.wait(60) for process in both] == [0, 0]
     read = rows(tmp_path / "rows.jsonl")
-    assert len(read) == 600 and all(row["long"] == row["who"] * 5000 for row in read)
+    assert len(read) == 600
+    assert all(row["long"] == row["who"] * 5000 for row in read)
     assert [row["k"] for row in read if row["who"] == "a"] == list(range(300))
 
 
@@ -71,7 +72,8 @@ def test_a_loss_that_is_still_a_tensor_is_written_as_its_number(tmp_path):
     row = dict(half=torch.tensor(0.5), bad=torch.tensor(math.inf), count=np.int64(3))
     append_jsonl(tmp_path / "rows.jsonl", row | dict(none=torch.empty((), device="meta")))
     [row] = rows(tmp_path / "rows.jsonl")
-    assert "meta" in row.pop("none") and row == dict(half=0.5, bad="inf", count=3)
+    assert "meta" in row.pop("none")
+    assert row == dict(half=0.5, bad="inf", count=3)
 
 
 def test_a_row_stays_strict_json_and_tells_what_was_not_finite(tmp_path):
@@ -122,7 +124,8 @@ def test_without_results_only_the_terminal_is_written(tmp_path, monkeypatch, sin
     run.log(1)
     run.row({"outcome": "ok"})
     run.close()
-    assert not list(tmp_path.iterdir()) and "loss 3.2100" in run.stream.getvalue()
+    assert not list(tmp_path.iterdir())
+    assert "loss 3.2100" in run.stream.getvalue()
 
 
 def test_first_last_and_every_nth_step_are_due_on_every_rank(sinks_of):
@@ -183,7 +186,8 @@ def test_a_folder_that_turns_into_a_file_in_mid_run_costs_one_warning(tmp_path, 
     run.steps.parent.write_text("in the way")
     run.log(2, 3, 4)
     run.row({"outcome": "ok"})
-    assert len(warnings_of(capsys)) == 1 and len(rows(tmp_path / "rows.jsonl")) == 1
+    assert len(warnings_of(capsys)) == 1
+    assert len(rows(tmp_path / "rows.jsonl")) == 1
 
 
 def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, capsys, sinks_of):
@@ -191,7 +195,8 @@ def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, capsys, sin
     run.log(1)
     shutil.rmtree(tmp_path / "deep")
     run.log(2)
-    assert [row["step"] for row in rows(run.steps)] == [2] and not warnings_of(capsys)
+    assert [row["step"] for row in rows(run.steps)] == [2]
+    assert not warnings_of(capsys)
 
 
 def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(capsys, sinks_of):
@@ -203,7 +208,8 @@ def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(capsys, sinks_of):
         run.log(2, 3)
         run.close()
         stream.flush()  # as Python does at exit: what was buffered must not fail again
-    assert len(warnings_of(capsys)) == 1 and len(rows(run.steps)) == 3
+    assert len(warnings_of(capsys)) == 1
+    assert len(rows(run.steps)) == 3
 
 
 def test_off_a_terminal_a_step_is_a_line(sinks_of):
@@ -284,12 +290,14 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     assert "warning: " not in done.err, done.err
     (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
-    assert b"width" in log.read_bytes() and len(rows(tmp_path / "out" / "rows.jsonl")) == 1
+    assert b"width" in log.read_bytes()
+    assert len(rows(tmp_path / "out" / "rows.jsonl")) == 1
     ((run, steps),) = logged(tmp_path / "out" / "wandb")
     assert (run.display_name, run.run_group, [*run.tags]) == ("name", "group", ["tag"])
     assert [(step["_step"], step["step"], step["tokens"]) for step in steps] == [(1, 1, 64), (2, 2, 128)]
     assert not any("ms" in step for step in steps)
-    assert (run.run_id, run.resume, run.job_type) == ("abcd1234", True, "train") and folder.name.endswith("-abcd1234")
+    assert (run.run_id, run.resume, run.job_type) == ("abcd1234", True, "train")
+    assert folder.name.endswith("-abcd1234")
     axes = {each.metric.name or each.metric.glob_name: each.metric.step_metric
             for each in records(log) if each.WhichOneof("record_type") == "metric"}  # fmt: skip
     assert axes == {"step": "", "tokens": "", "*": "step"} | dict.fromkeys(
@@ -327,7 +335,8 @@ def test_wandb_tables_hold_every_row_and_no_secret(tmp_path):
     (log,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
     (report,) = (each.artifact for each in records(log) if each.artifact.type == "report")
     files = {each.path: each.local_path for each in report.manifest.contents}
-    assert report.name == "a-group-report" and {*files} == {"depth.md", "depth.svg"}
+    assert report.name == "a-group-report"
+    assert {*files} == {"depth.md", "depth.svg"}
     assert not [path for path in files.values() if os.path.isabs(path)]  # it would name the user
     assert (tmp_path / files["depth.svg"]).read_text() == "<svg/>"
     row = ["--depth 2", 1.5, "nan", '{"depth": 2}']
@@ -424,11 +433,14 @@ def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
     told = final_lines(row | {"device": "CPU A"})
     assert told[-1] == "MFU, %   n/a: no peak is known of CPU A"
     *_, why = final_lines({"outcome": "ok", "n": 0, "loss": 1.0}, warmup=3)
-    assert why.startswith("step     n/a, as are speed and MFU: no step was timed; the first 3") and "--steps" in why
+    assert why.startswith("step     n/a, as are speed and MFU: no step was timed; the first 3")
+    assert "--steps" in why
 
 
 def test_the_whole_setting_is_in_a_file_beside_the_steps(tmp_path):
     run = Sinks(tmp_path / "rows.jsonl")
     path = run.write_settings({"depth": 4, "lr": float("inf"), "api_key": "sesame"})
-    assert path == run.steps.with_suffix(".settings.json") and json.loads(path.read_text()) == {"depth": 4, "lr": "inf"}
-    assert Sinks(None).write_settings({}) is None and Sinks(tmp_path / "rows.jsonl", rank=1).write_settings({}) is None
+    assert path == run.steps.with_suffix(".settings.json")
+    assert json.loads(path.read_text()) == {"depth": 4, "lr": "inf"}
+    assert Sinks(None).write_settings({}) is None
+    assert Sinks(tmp_path / "rows.jsonl", rank=1).write_settings({}) is None

@@ -107,8 +107,7 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_a_part_that_is_none_is_one_line_with_the_flag_the_part_and_what_there_is(text, capfd):
-    done = outcome(capfd, lambda: flags.parse(text.split()))
-    fails(done, 2, f"error: {BAD[text]}")
+    fails(outcome(capfd, lambda: flags.parse(text.split())), 2, f"error: {BAD[text]}")
 
 
 def test_in_finetune_blocks_alone_are_computed_again():
@@ -118,7 +117,8 @@ def test_in_finetune_blocks_alone_are_computed_again():
         return finetuning.parse([*own.split(), *words])
 
     assert read("--remat block:0.5", parse)[0] == dict(remat_ratio=0.5)
-    assert (c := parse([])).remat == "none" and c.remat_ratio == 1
+    assert (c := parse([])).remat == "none"
+    assert c.remat_ratio == 1
     for text in ("block:core", "both"):
         with pytest.raises(SystemExit, match="2"):
             parse(["--remat", text])
@@ -153,10 +153,12 @@ OLD = {  # an old command line -> as it is written now
 @pytest.mark.parametrize("text", OLD)
 def test_an_old_command_line_does_what_it_did_and_says_how_it_is_written_now(text, capsys):
     words, lines = spelling.modern(text.split(), flags.PARTS)
-    assert words == OLD[text].split() and lines
+    assert words == OLD[text].split()
+    assert lines
     assert vars(flags.parse(text.split())) == vars(flags.parse(OLD[text].split()))
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines() == [f"note: {line}" for line in lines]
+    assert out == ""
+    assert err.splitlines() == [f"note: {line}" for line in lines]
     assert all(line.split()[0].rstrip(":").replace("_", "-") in text.replace("_", "-") for line in lines)
 
 
@@ -184,8 +186,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_an_old_flag_that_cannot_be_written_now_is_one_line_that_says_why(text, capfd):
-    done = outcome(capfd, lambda: flags.parse(text.split()))
-    fails(done, 2, f"error: {REFUSED[text]}")
+    fails(outcome(capfd, lambda: flags.parse(text.split())), 2, f"error: {REFUSED[text]}")
 
 
 def test_an_old_line_of_finetune_recomputes_blocks():
@@ -193,9 +194,8 @@ def test_an_old_line_of_finetune_recomputes_blocks():
     assert (c.remat, c.remat_ratio) == ("block", 0.5)
 
 
-def test_a_note_is_of_rank_0_and_ends_no_run(tmp_path):
-    done = python("--chunk", 2048, "--depth", 0, trace=False)
-    fails(done, 2, "error: --depth 0")  # a wrong line is one line
+def test_a_note_is_of_rank_0_and_ends_no_run():
+    fails(python("--chunk", 2048, "--depth", 0, trace=False), 2, "error: --depth 0")  # a wrong line is one line
 
 
 # ----------------------------------------------------------------------------------------------------- rows and cells
@@ -245,7 +245,8 @@ def test_the_command_of_every_row_of_before_can_be_run_again():
     kinds = kinds_of(flags.Training, flags.System, flags.Output) | dict(arch=str, published=bool, compile=str)
     commands = {row["command"] for row in rows() if "command" in row and "flags" in row}
     found = [spelling.modern(shlex.split(text), flags.PARTS) for text in commands]
-    assert len(found) > 100 and sum(len(lines) for _, lines in found) > 100
+    assert len(found) > 100
+    assert sum(len(lines) for _, lines in found) > 100
     for words, _ in found:
         assert explain(spelling.unfold(words, flags.PARTS)[0], kinds) is None, words
 
@@ -263,4 +264,5 @@ def test_every_cell_of_before_has_one_name_and_is_one_of_today():
         words = [word for word in words if not word.startswith("nproc=")]
         assert explain(spelling.unfold(words, parts)[0], own) is None, cell
         renamed += bool(lines)
-    assert len(cells) > 100 and renamed > 20
+    assert len(cells) > 100
+    assert renamed > 20

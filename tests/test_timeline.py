@@ -180,7 +180,8 @@ def test_an_eager_step_to_the_byte():
     logits = 4 * BT * V
     assert [name for _, name in t.marks] == ["fwd", "bwd", "step"]
     assert t.base[PARAMETERS] == 4 * count and t.base[MOMENTS] == 8 * count  # 12 bytes per parameter
-    assert t.base[GRADIENTS] == 0 and t.unknown == []
+    assert t.base[GRADIENTS] == 0
+    assert t.unknown == []
     highest = t.peaks()[0]
     assert highest.pieces[LOGITS] == 3 * logits
     assert highest.moment.startswith("bwd, aten::_log_softmax_backward_data")
@@ -194,7 +195,8 @@ def test_an_eager_step_to_the_byte():
     wide = [b for b in t.blocks if t.sizes.name(b) == "[B,T,4D] fp32" and b.piece == SAVED]
     assert [b.where for b in wide] == ["fwd, aten::linear, blocks.0.mlp.up", "fwd, aten::gelu, blocks.0.mlp"]
     assert wide[1].freed == "bwd, end of AddmmBackward0, blocks.0.mlp.down"
-    assert "CPU" in notes[0] and loss.isfinite()
+    assert "CPU" in notes[0]
+    assert loss.isfinite()
 
 
 def test_gathered_weights_are_those_of_the_collectives():
@@ -275,9 +277,9 @@ def test_on_cuda_the_highest_peak_is_that_of_the_allocator(mode):
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(6, 2), (2, 0)])
-def test_main_explains_one_step_that_no_statistic_covers(train, steps, counted):
-    done = train(*SMALL.split(), "--steps", steps, "--profile", "memory", "--batch", 64)
-    assert done.code == 0 and done.row["n"] == counted and done.row["flags"]["explain_memory"] is True
+def test_main_explains_one_step_that_no_statistic_covers(trains, steps, counted):
+    done = trains(*SMALL.split(), "--steps", steps, "--profile", "memory", "--batch", 64)
+    assert done.row["n"] == counted and done.row["flags"]["explain_memory"] is True
     text = done.out.splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith(f"peaks of memory in step {min(4, steps)}, MiB"))
     assert text[start + 1].split()[0] == "1."
@@ -291,4 +293,5 @@ def test_main_explains_one_step_that_no_statistic_covers(train, steps, counted):
 def test_without_the_flag_nothing_is_watched(train):
     with mock.patch("trainer.measuring.timeline.watch", side_effect=AssertionError):
         done = train("--steps", 2)
-    assert done.code == 0 and "peaks of memory" not in done.out
+    assert done.code == 0
+    assert "peaks of memory" not in done.out

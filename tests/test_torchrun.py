@@ -46,10 +46,11 @@ def said(run):
     return run.communicate(timeout=200)[1]
 
 
-def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
+def test_a_rank_that_refuses_is_named_and_gives_its_exit_code():
     run = start(*TINY, "--data", "nothing")
     ours, last = said(run).splitlines()
-    assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
+    assert run.returncode == 2
+    assert ours.startswith("error: --data nothing: expected one of ")
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
 
 
@@ -62,7 +63,8 @@ def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message,
     file = tmp_path / "error.json"
     done = train(*argv.split(), TORCHELASTIC_ERROR_FILE=str(file))
     failure = ProcessFailure(0, os.getpid(), done.code, str(file))
-    assert done.code > 0 and fails(done, done.code).startswith(message)
+    assert done.code > 0
+    assert fails(done, done.code).startswith(message)
     assert f"traceback : {done.err}" in str(ChildFailedError("main.py", {0: failure}))
 
 
@@ -73,7 +75,8 @@ def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message,
 def test_flags_that_do_not_fit_together_are_one_line_before_torchrun_starts(nodes, argv, message):
     env = dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES=nodes, NPROC="2", CUDA_VISIBLE_DEVICES="")
     done = ran(ROOT / "launch.sh", "run", "--device", "cpu", *argv.split(), cwd=None, **env)
-    assert fails(done, 2) == f"error: {message}" and done.out == ""
+    assert fails(done, 2) == f"error: {message}"
+    assert done.out == ""
 
 
 @pytest.mark.slow
@@ -96,7 +99,8 @@ def test_the_exit_code_is_that_of_the_rank_that_the_others_followed(codes, first
     code = codes[first]
     assert torchrun.main(["main.py"]) == (128 - code if code < 0 else code)
     told = capsys.readouterr().err
-    assert f"torchrun: rank {first}, process {100 + first}, " in told and ("no memory left" in told) == (code == -9)
+    assert f"torchrun: rank {first}, process {100 + first}, " in told
+    assert ("no memory left" in told) == (code == -9)
 
 
 @pytest.mark.slow
@@ -107,7 +111,8 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     for server in servers:
         os.kill(server, signal.SIGTERM)  # as SLURM does to every process
     wait_for_step(run)
-    assert len(servers) > 1 and servers_of(run) == servers
+    assert len(servers) > 1
+    assert servers_of(run) == servers
     os.killpg(run.pid, signal.SIGINT)
     err = said(run)
     assert run.returncode == 130 and "Traceback" not in err, err
@@ -151,7 +156,8 @@ def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_the
     os.killpg(run.pid, kind)
     err = said(run)
     row, steps = read(tmp_path / "rows")
-    assert row["outcome"] == f"stopped: {kind.name}" and f"stopped by {kind.name} after step" in err
+    assert row["outcome"] == f"stopped: {kind.name}"
+    assert f"stopped by {kind.name} after step" in err
     assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
     if program is OURS:
         assert run.returncode == 128 + kind
@@ -201,7 +207,8 @@ def test_told_to_end_a_rank_that_has_not_saved_after_30_s_is_named(tmp_path):
     err = said(run)
     assert "error: SIGTERM came, and nothing moves since: no answer from rank" in err, err
     told = r"torchrun: rank \d, process (\d+), was ended by SIGKILL after SIGTERM; torchrun does so 30 s after it: "
-    assert re.match(told, err.splitlines()[-1])[1] == str(stopped) and run.returncode == 137
+    assert re.match(told, err.splitlines()[-1])[1] == str(stopped)
+    assert run.returncode == 137
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
@@ -239,7 +246,8 @@ def test_ranks_whose_forking_process_is_killed_stop_after_saving(tmp_path):
     while {pid for pid, *_ in table()} & {*ranks} and time.monotonic() < until:
         time.sleep(0.1)
     row, steps = read(tmp_path / "rows")
-    assert row["outcome"].startswith("stopped: ") and [*(tmp_path / "run").glob(f"step-*{steps[-1]['step']}")]
+    assert row["outcome"].startswith("stopped: ")
+    assert [*(tmp_path / "run").glob(f"step-*{steps[-1]['step']}")]
 
 
 def wait_for_step(run):

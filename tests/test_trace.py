@@ -49,7 +49,8 @@ def traced(train, tmp_path):
         assert (GraphLowering.compile_to_module, simple_fsdp._all_gather, simple_fsdp._reduce) == PLAIN
         assert timing.TAG not in torch.compiler.config.cache_key_tag
         trace = tmp_path / "traces/rank0.trace.json.gz"
-        assert str(trace) in done.out and "memory snapshot: it needs CUDA" in done.out
+        assert str(trace) in done.out
+        assert "memory snapshot: it needs CUDA" in done.out
         return nested(trace, 5)
 
     return run
@@ -87,7 +88,8 @@ def test_an_eager_step_names_phases_blocks_and_collectives(traced):
         ("backward", "emb", "reduce emb"),
     ]  # fmt: skip
     waits = [names for names in found if len(names) == 3 and (*names, "sim::reduce_scatter[4]") not in found]
-    assert ("backward", "blocks.0", "reduce blocks.1") in waits and ("backward", "emb", "reduce blocks.0") in waits
+    assert ("backward", "blocks.0", "reduce blocks.1") in waits
+    assert ("backward", "emb", "reduce blocks.0") in waits
     assert named(found, "forward", "all-gather") == {"emb", "norm", "blocks.0", "blocks.1", "head"}
 
 
@@ -97,7 +99,7 @@ def test_other_eager_steps_are_named_too(traced, argv):
     assert_named(traced(*argv))
 
 
-def test_only_profiled_steps_have_ranges_and_none_is_left(train, tmp_path, monkeypatch):
+def test_only_profiled_steps_have_ranges_and_none_is_left(trains, tmp_path, monkeypatch):
     seen = []
     steps = []
     call = timing.Track.to
@@ -105,11 +107,12 @@ def test_only_profiled_steps_have_ranges_and_none_is_left(train, tmp_path, monke
     plain = timing.StepTimer.step
     counted = lambda timer, excluded: (steps.append(excluded), plain(timer, excluded))[1]  # noqa: E731
     monkeypatch.setattr(timing.StepTimer, "step", counted)
-    done = train("--steps", 8)
-    assert done.code == 0 and not seen
+    trains("--steps", 8)
+    assert not seen
     steps.clear()
-    assert train("--steps", 8, "--profile", tmp_path / "traces").code == 0
-    assert {*seen} == {4, 5, 6} and steps == [True] * 6 + [False] * 2
+    trains("--steps", 8, "--profile", tmp_path / "traces")
+    assert {*seen} == {4, 5, 6}
+    assert steps == [True] * 6 + [False] * 2
 
 
 def test_lines_of_generated_code_stand_in_ranges_of_their_buffers():
@@ -141,18 +144,22 @@ def test_a_compiled_step_names_phases_blocks_and_collectives(traced, mode):
     found = traced("--world", 4, "--compile", mode)
     counted = torch._dynamo.utils.counters
     graphs = 1 if mode == "fwdbwd" else 2  # one of all blocks, one of the loss: names cost no graph of their own
-    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] == graphs
+    assert not counted["graph_break"]
+    assert counted["stats"]["unique_graphs"] == graphs
     assert_named(found, ("blocks.0", "blocks.1", "head"))  # the compiler has fused the embedding with what follows
     if mode == "blocks":
         assert {("forward", "blocks.0"), ("backward", "blocks.1")} <= {names[:2] for names in found}
         return
     for phase in ("forward", "backward"):
         gathered = named(found, phase, "all-gather")
-        assert {"blocks.0", "blocks.1"} < gathered and named(found, phase, "wait for all-gather") == gathered
+        assert {"blocks.0", "blocks.1"} < gathered
+        assert named(found, phase, "wait for all-gather") == gathered
         assert any(names[-2].startswith("all-gather blocks.1") and names[-1] == "sim::all_gather[4]"
                    for names in found if names[0] == phase and len(names) > 1)  # fmt: skip
     reduced = named(found, "backward", "reduce-scatter")
-    assert {"blocks.0", "blocks.1"} < reduced and named(found, "backward", "wait for reduce-scatter") == reduced
+    assert {"blocks.0", "blocks.1"} < reduced
+    assert named(found, "backward", "wait for reduce-scatter") == reduced
     # The code that runs elsewhere is what Inductor has generated.
     own = [type(m.runner).call.__code__ for m in PyCodeCache.modules if hasattr(m, "runner")]
-    assert own and not any("_track" in code.co_names for code in own)
+    assert own
+    assert not any("_track" in code.co_names for code in own)

@@ -48,49 +48,55 @@ def told(step):
     return state_of(step).get("wandb")
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, wandb, tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, trains, wandb, monkeypatch):
     monkeypatch.setattr(costs, "device_peak", lambda name: 1e9)
-    saving = ["--save", tmp_path / "a", "--wandb", "online", "--log-every", 1]
-    first = train(*saving, "--steps", 2)
-    assert first.code == 0 and "id" not in wandb.named and told(tmp_path / "a/step-00000002") == "new"
-    assert wandb.axes["*"] == "step" and wandb.axes["loss"] == wandb.axes["eval_loss"] == "tokens"
+    saving = ["--save", "a", "--wandb", "online", "--log-every", 1]
+    assert train(*saving, "--steps", 2).code == 0 and "id" not in wandb.named and told("a/step-00000002") == "new"
+    assert wandb.axes["*"] == "step"
+    assert wandb.axes["loss"] == wandb.axes["eval_loss"] == "tokens"
     step, history = wandb.logged[-1]
     assert step == history["step"] == 2 and history["tokens"] == 2 * 2 * 16 and history["mfu"] > 0
     assert history["peak_rss_mib"] > 0
-    assert {"loss", "lr", "grad_norm", "ms", "tok_s"} <= history.keys() and None not in history.values()
+    assert {"loss", "lr", "grad_norm", "ms", "tok_s"} <= history.keys()
+    assert None not in history.values()
 
-    off = train("--save", tmp_path / "a", "--steps", 3)  # in between without W&B: the id is kept
-    assert off.code == 0 and told(tmp_path / "a/step-00000003") == "new"
+    trains("--save", "a", "--steps", 3)  # in between without W&B: the id is kept
+    assert told("a/step-00000003") == "new"
     wandb.logged, wandb.starting_step = [], 6  # W&B has five steps: the run was killed after its last save
-    again = train(*saving, "--steps", 7)
-    assert again.code == 0 and (wandb.named["id"], wandb.named["resume"]) == ("new", "allow")
-    assert [step for step, _ in wandb.logged] == [6, 7] and again.logged == [4, 5, 6, 7]
-    assert told(tmp_path / "a/step-00000007") == "new"
+    again = trains(*saving, "--steps", 7)
+    assert (wandb.named["id"], wandb.named["resume"]) == ("new", "allow")
+    assert [step for step, _ in wandb.logged] == [6, 7]
+    assert again.logged == [4, 5, 6, 7]
+    assert told("a/step-00000007") == "new"
 
 
-def test_a_checkpoint_without_an_id_and_one_from_elsewhere_begin_a_run_in_wandb(train, wandb, tmp_path):
-    assert train("--save", tmp_path / "a", "--steps", 2).code == 0 and told(tmp_path / "a/step-00000002") is None
+def test_a_checkpoint_without_an_id_and_one_from_elsewhere_begin_a_run_in_wandb(trains, wandb):
+    trains("--save", "a", "--steps", 2)
+    assert told("a/step-00000002") is None
     online = ["--wandb", "online", "--steps"]
-    assert train("--save", tmp_path / "a", *online, 3).code == 0 and "id" not in wandb.named
-    assert told(tmp_path / "a/step-00000003") == "new"
+    trains("--save", "a", *online, 3)
+    assert "id" not in wandb.named
+    assert told("a/step-00000003") == "new"
     wandb.id = "newer"
-    assert train("--save", tmp_path / "b", "--resume", tmp_path / "a", *online, 4).code == 0
-    assert "id" not in wandb.named and told(tmp_path / "b/step-00000004") == "newer"
-    assert train("--save", tmp_path / "b", "--resume", tmp_path / "a", *online, 5).code == 0
+    trains("--save", "b", "--resume", "a", *online, 4)
+    assert "id" not in wandb.named
+    assert told("b/step-00000004") == "newer"
+    trains("--save", "b", "--resume", "a", *online, 5)
     assert wandb.named["id"] == "newer"
 
 
-def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(train, wandb, tmp_path):
-    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 2).code == 0
+def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(trains, wandb):
+    trains("--save", "a", "--wandb", "online", "--steps", 2)
     wandb.breaks = "init"
-    done = train("--save", tmp_path / "a", "--wandb", "online", "--steps", 3)
-    assert done.code == 0 and done.err.count("warning: wandb: ") == 1 and told(tmp_path / "a/step-00000003") == "new"
+    done = trains("--save", "a", "--wandb", "online", "--steps", 3)
+    assert done.err.count("warning: wandb: ") == 1 and told("a/step-00000003") == "new"
 
 
-def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(train, wandb, tmp_path):
-    argv = "--save", tmp_path / "a", "--wandb", "online", "--steps"
-    assert train(*argv, 2).code == 0
-    assert train(*argv, 3, WANDB_RUN_ID="agents").code == 0 and "id" not in wandb.named
+def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(trains, wandb):
+    argv = "--save", "a", "--wandb", "online", "--steps"
+    trains(*argv, 2)
+    trains(*argv, 3, WANDB_RUN_ID="agents")
+    assert "id" not in wandb.named
 
 
 def sweep_yaml():
@@ -137,7 +143,8 @@ def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, env
     agent._command_run(dict(run_id="agents", program=str(ROOT / sweep["program"]), args=values))
     assert agent._run_processes["agents"].wait() == 0
     ((run, steps),) = logged(tmp_path / "runs/wandb")
-    assert (run.run_id, run.sweep_id) == ("agents", "s1") and [s["step"] for s in steps if "eval_loss" in s] == [3, 6]
+    assert (run.run_id, run.sweep_id) == ("agents", "s1")
+    assert [s["step"] for s in steps if "eval_loss" in s] == [3, 6]
     (row,) = rows_of(tmp_path / "runs/wandb-sweep.jsonl")
     assert row["eval_loss"] == steps[-1]["eval_loss"] and row["flags"]["seed"] == 1 and row["flags"]["lr"] == 0.001
 
@@ -146,8 +153,10 @@ def test_the_report_gives_its_tables_and_figures_to_wandb(tmp_path, wandb, capsy
     pytest.importorskip("matplotlib")
     file = ROOT / "results/sweep-all-small.jsonl"
     argv = ["seqlen", "--small", "--results", str(file), "--plots", "plots", "--wandb", "online"]
-    assert report(argv) == 0 and "warning" not in capsys.readouterr().err
-    assert wandb.named["group"] == "sweep-seqlen-small" and "seqlen.md" in wandb.logged
+    assert report(argv) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert wandb.named["group"] == "sweep-seqlen-small"
+    assert "seqlen.md" in wandb.logged
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {*wandb.logged} - {"seqlen.md"}
 
 
@@ -162,8 +171,10 @@ def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, cap
     run.close()
     run.close()
     warned = warnings_of(capsys)
-    assert len(warned) == (breaks is not None) and all(line.startswith("warning: wandb: ") for line in warned)
-    assert len(rows_of(run.steps)) == 3 and len(rows_of(tmp_path / "rows.jsonl")) == 1
+    assert len(warned) == (breaks is not None)
+    assert all(line.startswith("warning: wandb: ") for line in warned)
+    assert len(rows_of(run.steps)) == 3
+    assert len(rows_of(tmp_path / "rows.jsonl")) == 1
     assert run.stream.getvalue().count("\n") == 3
     if breaks in (None, "summary", "finish"):
         assert fake.logged == [(k, {"step": k, **STEP}) for k in (1, 2, 3)]
@@ -186,7 +197,8 @@ def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, broken, br
 def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(environ, wandb, given, told, name):
     environ(SWEEP_NAME=told)
     Sinks(None, "online", name=given, tags=["mine"], stream=io.StringIO()).close()
-    assert wandb.named["name"] == name and wandb.named["job_type"] == ("cell" if told else "train")
+    assert wandb.named["name"] == name
+    assert wandb.named["job_type"] == ("cell" if told else "train")
     assert wandb.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]
 
 
@@ -199,7 +211,8 @@ def test_a_service_that_hangs_at_the_end_costs_a_warning_and_is_ended(tmp_path, 
     never = threading.Event()
     sinks._wandb = SimpleNamespace(finish=never.wait)
     sinks.close()
-    assert own.wait(20) == -signal.SIGKILL and other.poll() is None
+    assert own.wait(20) == -signal.SIGKILL
+    assert other.poll() is None
     assert capsys.readouterr().err == "warning: wandb: no answer for 0.2 s; what it has not kept is lost\n"
     other.kill()
     never.set()
