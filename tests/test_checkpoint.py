@@ -65,7 +65,7 @@ def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(sett
 
 def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
     plain = train("--log-every", 1)
-    saving = train("--log-every", 1, "--save", "new", "--save-every", 1)
+    saving = train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
     assert "checkpoint:" not in plain.out
     assert f"none in {tmp_path / 'new'}: starting fresh" in saving.out
     assert trained(plain) == trained(saving)
@@ -236,7 +236,7 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(checkpoint, "find_start", choose)
-    fails(train("--save", "run"), 4, f"{planted}: is there already")
+    fails(train("--save", tmp_path / "run"), 4, f"{planted}: is there already")
     assert not [*planted.iterdir()]
 
 

@@ -242,7 +242,7 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
     k, errors, left, mode, train, tmp_path, monkeypatch
 ):
     failing(monkeypatch, f"step-0000000{k}")
-    done = train("--save", "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
+    done = train("--save", tmp_path / "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
     assert steps_in("run") == left
     assert len([*(tmp_path / "run").iterdir()]) == len(left)
     if errors and k < 6:
