@@ -356,7 +356,7 @@ def test_a_prepared_model_touches_no_checkpoint_of_a_run(tune):
     fine(tune("--steps", 2, "--save", "a", "--save-every", 1))
     refused(4, "--prepared a: holds step-00000002, a checkpoint of a run", tune("--steps", 1, "--prepared", "a"))
     assert sorted(name for name in os.listdir("a") if name != "lock") == ["step-00000001", "step-00000002"]
-    refused(2, "--prepared a: not with --save ./a: saves weights of files, cast, in a folder of its own",
+    refused(2, "--prepared a: not with --save ./a: is of weights that real ranks read and cast",
             tune("--prepared", "a", "--save", "./a"))
 
 

@@ -152,7 +152,7 @@ class Config(flags.Config):
             ("export", self.export is not None and dict(world=self.world),
              "simulated ranks hold no model worth saving; leave it out"),
             ("prepared", self.prepared is not None and dict(save=same, world=self.world, random=self.random,
-             lora=self.lora), "saves weights of files, cast, in a folder of its own; leave out one of them"),
+             lora=self.lora), "is of weights that real ranks read and cast, in a folder of its own; leave one out"),
             ("lora", not self.lora and dict(lora_alpha=self.lora_alpha is not None, merge=self.merge,
              lora_targets=self.lora_targets != (ALL_LINEAR,)), "that is of adapters; add --lora RANK"),
             ("lora", self.lora and self.optimizer == "muon", "Muon is for whole matrices; use --optimizer adamw"),
