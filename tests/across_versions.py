@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import free_port
 from running import ROOT, TORCHRUN, one_line, rows_of
-from tiny_hf import logits, write_data, write_model, write_tokenizer
+from tiny_hf import logits, write_data, write_model
 
 PINNED = os.environ.get("PINNED_PYTHON", sys.executable)
 TINY = """
@@ -111,7 +111,6 @@ def test_a_checkpoint_is_resumed_by_the_other_version(saved_by, tmp_path):
 
 def test_a_tiny_model_is_fine_tuned_on_two_ranks(tmp_path):
     write_model(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
     write_data(tmp_path / "chat.jsonl")
     places = ["--model", tmp_path / "model", "--data", tmp_path / "chat.jsonl"]
     places += ["--export", tmp_path / "out", "--results", tmp_path / "rows.jsonl"]

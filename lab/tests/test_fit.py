@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from running import ROOT, module
-from tiny_hf import write_model, write_tokenizer
+from tiny_hf import write_model
 
 from lab import fit
 from lab.planning import search
@@ -212,7 +212,6 @@ def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder,
 @pytest.mark.slow
 def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
     write_model(tmp_path / "tiny")
-    write_tokenizer(tmp_path / "tiny")
     words = ("--device cpu --memory-mib 4000 --compile none --effective-batch 2 --micro-batch 1 --world 2 --seqlen 32 "
              "--steps 4 --model tiny --results rows.jsonl --plots plots --any-commit")  # fmt: skip
     for again in (False, True):
