@@ -148,7 +148,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
     """A line per figure and, of the published case, one per step of its threshold."""
     theirs = {line["quantity"]: float(line["value"]) for line in published("accounting")}
     lines = []
-    for row in (row for row in rows if row["outcome"] == "ok"):
+    for row in rows:
+        if row["outcome"] != "ok":
+            lines.append((row["setting"]["model"], row["outcome"]))
+            continue
         case = row["setting"] == {"model": "xxl"} | XXL
         for name, value in row["figures"].items():
             other = theirs.get(name) if case else None

@@ -13,7 +13,7 @@ from harness import spawn
 from running import one_line, rows_of
 
 import plan
-from lab.studies import collectives, ddp, pipeline, precision, study, zero1
+from lab.studies import accounting, collectives, ddp, pipeline, precision, study, zero1
 from trainer.costs import link, measured, sent_bytes
 
 EPS = torch.finfo(torch.float32).eps
@@ -211,9 +211,9 @@ def test_without_a_flag_a_study_takes_the_gpus_that_are_there(monkeypatch, gpus)
             module.check(args)
 
 
-@pytest.mark.parametrize("module", [collectives, ddp, pipeline, precision, zero1])
+@pytest.mark.parametrize("module", [accounting, collectives, ddp, pipeline, precision, zero1])
 def test_a_table_of_rows_that_failed_says_so(module):
-    args = argparse.Namespace(small=True, device="cpu", **dict.fromkeys(pipeline.SMALL))
+    args = argparse.Namespace(small=True, device="cpu", **dict.fromkeys([*pipeline.SMALL, *accounting.XXL]))
     for name in ("ranks", "mb", "backend", "world", "link", "buckets"):
         setattr(args, name, None)
     args.dtypes = ["fp32"]
