@@ -301,8 +301,8 @@ class Sinks:
             cell = os.environ.get("SWEEP_NAME") or ""
             tags = list(tags)
             if cell and job_type is None:
-                # The study.
                 job_type = "cell"
+                # The study.
                 tags = list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))
             name = (name or cell)[:128] or None  # W&B takes no longer one, as of tags
             names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")

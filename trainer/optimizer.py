@@ -121,8 +121,8 @@ class AdamW:
         m = self.m[part]
         v = self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
-        # If the first step is bad t is 1, not 0, by which it would divide.
         refused = bad.bool()
+        # If the first step is bad t is 1, not 0, by which it would divide.
         t = self.t + bad
         b1, b2 = self.betas
         stored = (m, v)

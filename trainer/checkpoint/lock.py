@@ -23,9 +23,8 @@ from pathlib import Path
 from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.distributed.terminal import regular, tell
 
-# Seconds between signs of life; without one until another machine's lock is taken over.
-SIGN = 30
-STALE = 180
+SIGN = 30  # seconds between signs of life
+STALE = 180  # seconds without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
 # {absolute path of the folder: (content of its lock, end of signs)}.
 _held: dict[str, tuple[str, threading.Event]] = {}

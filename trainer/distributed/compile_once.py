@@ -46,9 +46,8 @@ from torch.distributed.tensor import DTensor, Shard
 from overlap import OFF
 from trainer.distributed.control import Group
 
-# How long a rank waits for another to begin compiling, and to end: then it compiles.
-BEGIN_S = 120.0
-END_S = 1200.0
+BEGIN_S = 120.0  # how long a rank waits for another to begin compiling: then it compiles
+END_S = 1200.0  # and to end
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 # Sic; left alone where the next one is on, which torch 2.13 has.

@@ -31,9 +31,8 @@ from trainer.checkpoint.lock import drop_all
 from trainer.distributed.control import Signals
 from trainer.distributed.terminal import has_launcher, tell
 
-# Between looks at the clock and at the store; for the answers of the others.
-POLL_S = 1.0
-ANSWER_S = 5.0
+POLL_S = 1.0  # between looks at the clock and at the store
+ANSWER_S = 5.0  # for the answers of the others
 # More than one turn of the watchdog's loop takes while the store does not answer (two questions: 21
 # s).
 GRACE_S = 25.0

@@ -413,10 +413,9 @@ def read(
     roots: list, device: str, shapes: set[tuple[int, ...]]
 ) -> tuple[list[Event], list[tuple[int, str]]]:
     """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
-    # modules: sequence number of an autograd node -> its module.
     events = []
     marks = []
-    modules = {}
+    modules = {}  # sequence number of an autograd node -> its module
 
     def walk(siblings: list, names: list[str], module: str) -> None:
         following = ""

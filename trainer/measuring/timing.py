@@ -52,10 +52,9 @@ class StepTimer:
     stream enclose a step, so that the host need not wait. A step that raises is not recorded."""
 
     def __init__(self, device: Device):
-        # (ms, excluded), (start, end, excluded).
         self.cuda = is_cuda(device)
-        self._done = []
-        self._pending = deque()
+        self._done = []  # (ms, excluded)
+        self._pending = deque()  # (start, end, excluded)
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:
