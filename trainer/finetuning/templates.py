@@ -111,6 +111,8 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
 
     try:
         (text,), spans = render_jinja_template([turns], **how, **more)
+    except (MemoryError, ImportError):
+        raise
     except Exception as error:  # whatever a template does with what it is given
         raise BadLine("what the chat template takes", one_line(error), SKIP) from error
     counts = Counter(chain(*chain.from_iterable(spans)))
