@@ -210,7 +210,7 @@ def outcome(capfd, call, results=None):
         dist.destroy_process_group()
     out, err = capfd.readouterr()
     row, steps = read(results) if results and results.is_file() and results.stat().st_size else (None, [])
-    logged, losses = ([step.get(key) for step in steps] for key in ("step", "loss"))
+    logged, losses = ([step[key] for step in steps] for key in ("step", "loss"))
     return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps, logged=logged, losses=losses)
 
 
