@@ -39,7 +39,7 @@ def one_worker_thread() -> None:
         timeout: timedelta | None = None,
         **others,
     ) -> None:
-        # Torch also takes the timeout in fourth place.
+        # torch also takes the timeout in fourth place.
         if isinstance(options, timedelta):
             options, timeout = None, options
         if options is None:

@@ -2,9 +2,9 @@
 would keep too much: the MLP with its residual sum, and the output layer with its loss.
 Copy it along with model.py.
 
-    # [B, T, D]
+    # y: [B, T, D].
     y = lean_mlp(x, y, norm_weight, norm_bias, up, up_bias, down, down_bias, 1e-5, 4096)
-    # the sum, in fp32
+    # The loss: a sum, in fp32.
     loss = chunked_cross_entropy(x, head, targets, 2048)
 
 Each is a custom op with gradients of its own, the same in eager and in compiled code. C
@@ -207,7 +207,7 @@ def _scaled_gradients(ctx, go: Tensor, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
             "chunked loss: its gradients, made in forward, have none of their own; "
-            "use --loss full"
+            "use F.cross_entropy (main.py: --loss full)"
         )
     gx, gw = ctx.saved_tensors
     of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None
@@ -223,10 +223,11 @@ register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
 
 
 def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x
-    @ w.T, `chunk` tokens at a time: no [B, T, V] tensor exists, and the gradients are
-    made in forward, so that w is read (under FSDP: gathered) once per step and its
-    gradient reduced once. RuntimeError for a gradient of the gradient."""
+    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> the summed
+    `cross_entropy` of x @ w.T, `chunk` tokens at a time: no [B, T, V] tensor exists,
+    and the gradients are made in forward, so that w is read (under FSDP: gathered) once
+    per step and its gradient reduced once. RuntimeError for a gradient of the
+    gradient."""
     grad = torch.is_grad_enabled()
     frozen = not w.requires_grad
     return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, grad, frozen)[0]

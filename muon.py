@@ -5,8 +5,8 @@ rank. Imports only torch: copy it.
 
     # After data_parallel, fully_shard or DDP. lr: AdamW's.
     groups = groups_of(model, lr=3e-4)
-    # Then backward(), step(), zero_grad() as of any optimizer.
     optimizer = Muon(groups, lr=0.02)
+    # Then backward(), step(), zero_grad() as of any optimizer.
 
 torch.optim.Muon on sharded parameters gathers each matrix on every rank, and every rank
 does the same products. Here a matrix has one owner. An all-to-all brings its shards
@@ -207,10 +207,15 @@ class Muon(torch.optim.Optimizer):
     last placement may be a Shard.
 
     params: as of any optimizer; a group with use_muon=False has the hyperparameters of
-    AdamW, as `groups_of` makes it. adjust_lr_fn: "original" or "match_rms_adamw", which
-    suits AdamW's lr and weight decay. ns_dtype: of the iteration. replicas: a 1-D mesh
-    whose ranks all hold the same plain tensors and gradients, as under DDP: they share
-    the work. ValueError, one line, for what it cannot update."""
+    AdamW, as `groups_of` makes it.
+
+    adjust_lr_fn: "original" or "match_rms_adamw", which suits AdamW's lr and weight
+    decay. ns_dtype: of the iteration.
+
+    replicas: a 1-D mesh whose ranks all hold the same plain tensors and gradients, as
+    under DDP: they share the work.
+
+    ValueError, one line, for what it cannot update."""
 
     replicas = None  # also of a copy, in which each rank does all
 
@@ -327,8 +332,9 @@ def groups_of(
     Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels
     of convolutions, and the output layer: the last matrix that has a row for each one
     of an embedding. to_adamw, to_muon: patterns of names, such as "*.router.weight",
-    that overrule this. lr and what follows it are AdamW's. ValueError for a pattern
-    that matches no name."""
+    that overrule this. lr and what follows it are AdamW's.
+
+    ValueError for a pattern that matches no name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = {
         m.weight for m in model.modules() if isinstance(m, nn.Embedding | _ConvNd)

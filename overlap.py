@@ -70,12 +70,17 @@ def compile_options(
     rank, where Inductor's own order of a graph needs less memory.
 
     whole_step: what is compiled is a whole training step, which returns its loss first
-    and updates the parameters. ahead: the part of a unit's FLOPs that a collective has
-    to hide behind. With 1 a gather starts when the one before has arrived, and a
-    reduction is waited for when the next one starts. Less takes less memory, and needs
-    a faster network. 2, 3 ..: that many units, for slow networks; each holds the
-    weights and gradients of one more. Raises ValueError for a model that is not
-    wrapped, or another `ahead`. Warns, while compiling, of a graph without any unit."""
+    and updates the parameters.
+
+    ahead: the part of a unit's FLOPs that a collective has to hide behind. With 1 a
+    gather starts when the one before has arrived, and a reduction is waited for when
+    the next one starts. Less takes less memory, and needs a faster network. 2, 3 ..:
+    that many units, for slow networks; each holds the weights and gradients of one
+    more.
+
+    Raises ValueError for a model that is not wrapped, another `ahead`, or a
+    post_grad_custom_post_pass that is set already. Warns, while compiling, of a graph
+    without any unit, and of options that move the collectives again."""
     _, options = passes(model, whole_step, ahead)
     return options
 
@@ -342,7 +347,7 @@ def flops_of(product: fx.Node) -> float:
     try:
         return count(*args, **kwargs, out_val=value)
     except AssertionError:
-        # Torch 2.11 counts attention only where k and v have as many heads as q.
+        # torch 2.11 counts attention only where k and v have as many heads as q.
         heads = args[0].shape[1]
         args = [
             t.repeat_interleave(heads // t.shape[1], 1)
@@ -390,7 +395,7 @@ def operation(n: fx.Node):
 
 
 def is_product(n: fx.Node) -> bool:
-    """Matrix products and attention: what a collective can hide behind."""
+    """Matrix products, attention, convolutions: what a collective can hide behind."""
     return operation(n) in flop_registry
 
 

@@ -1,14 +1,14 @@
-"""SimpleFSDP: any nn.Module as sharded DTensors that are gathered on use. One file to
-copy.
+"""SimpleFSDP: any nn.Module as sharded DTensors, gathered on use. One file: copy it.
 
+    from overlap import compile_options  # a second file
     from simple_fsdp import MixedPrecisionPolicy, data_parallel
 
     mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = data_parallel(model, mesh, mp_policy=policy)
 
-    # Or stay eager. The options are of overlap.py, a second file: or leave them out.
-    options = overlap.compile_options(model)
+    # Without the last two lines it is eager. The options may be left out.
+    options = compile_options(model)
     model = torch.compile(model, fullgraph=True, options=options)
 
 While the model runs, reading `module.weight` gives the whole parameter; elsewhere it
@@ -19,8 +19,9 @@ tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14, Python 3.11 or
 Paper: arXiv:2411.00284.
 
 A **unit** is a module whose parameters are gathered by one collective and whose
-gradients are reduced by one: as a rule a block of the model (`units_of`). A module in
-no unit gathers its own parameters.
+gradients are reduced by one (one for each set that is alike in mesh, placement, dtype
+and policy): as a rule a block of the model (`units_of`). A module in no unit gathers
+its own parameters.
 
 Three parts. The core is all that compiled code needs. Eager mode gathers units while
 Python runs, each while the one before computes, and again in backward. Strictness
@@ -125,8 +126,7 @@ _strict = SimpleNamespace(
 
 # -------------------------------------- the pair: gather in forward, reduce in backward
 #
-# Two parameters, w [6, 4] and b [6], on N = 2 ranks, each of which holds w [3, 4] and b
-# [3]:
+# Two parameters, w [6, 4] and b [6], on N = 2 ranks. Each holds w [3, 4], b [3]:
 #
 #   gather   w [3, 4], b [3] -> side by side [1, 12 + 3] -> all-gather [2, 15]
 #            -> cut up: [2, 12] is w [6, 4], [2, 3] is b [6]
@@ -349,9 +349,9 @@ class _Reduce(torch.autograd.Function):
 _library = torch.library.Library("simple_fsdp", "FRAGMENT")
 _operations = torch.ops.simple_fsdp
 _loader = globals().get("__loader__")
-# Of this file's source, for the compile caches; pasted into a notebook, it has none. Of
-# a number, since hashes of bytes differ from process to process.
-_readable = hasattr(_loader, "get_data")
+_readable = hasattr(_loader, "get_data")  # not where it was pasted into a notebook
+# Of this file's source, for the compile caches: of a number, since hashes of bytes
+# differ from process to process.
 _VERSION = (
     hash(int.from_bytes(_loader.get_data(__file__))) if _readable else id(_library)
 )
@@ -607,7 +607,7 @@ def _reader(name: str) -> property:
             p = module._parameters[name]
         except KeyError as e:  # deleted
             raise AttributeError(name) from e
-        # functional_call puts tensors in its place.
+        # No DTensor: functional_call puts tensors in its place.
         if not _enabled or not isinstance(p, DTensor):
             return p
         try:
@@ -677,7 +677,7 @@ def _wrapped_class(
 
         return run
 
-    # Deepcopy and pickle cannot find this class: they make it anew.
+    # copy.deepcopy and pickle cannot find this class: they make it anew.
     def reduce(self, protocol):
         return _new, (cls, names, kind, is_root), self.__getstate__()
 
@@ -701,12 +701,12 @@ def _wrapped_class(
     if kind == "unit":
         attributes["compile"] = compile
     if issubclass(cls, nn.RNNBase):
-        # The list that they keep and assign is ignored, it is read anew.
+        # The list that RNNs keep and assign is ignored: it is read anew each time.
         def weights(self):
             return [getattr(self, name, None) for name in self._flat_weights_names]
 
         attributes["_flat_weights"] = property(weights, lambda self, value: None)
-        # Torch compiles none of them; not in pieces either.
+        # torch compiles no RNN; not in pieces either.
         attributes["forward"] = torch.compiler.disable(forward)
     wrapped = type(cls.__name__, (cls,), attributes)
     return wrapped
@@ -747,11 +747,15 @@ def data_parallel(
     what was added since, such as adapters.
 
     mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension
-    0), "hybrid_shard" (2-D mesh: replicate, shard). reshard_after_forward: free
-    gathered weights after forward and gather them again in backward. min_bytes: smaller
-    parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
-    Raises ValueError, before anything is changed, for a wrong argument or a parameter
-    that cannot be sharded."""
+    0), "hybrid_shard" (2-D mesh: replicate, shard).
+
+    reshard_after_forward: free gathered weights after forward and gather them again in
+    backward.
+
+    min_bytes: smaller parameters stay replicated, as do scalars and empty ones.
+
+    Buffers are left alone. Raises ValueError, before anything is changed, for a wrong
+    argument or a parameter that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     _tag_compile_cache(device_mesh)
     policy = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
@@ -801,6 +805,18 @@ class _Replaced(nn.Parameter):
     grad = property(_refuse, _refuse)
 
 
+def _separate(p: DTensor) -> None:
+    """Compiled code may give parameters of equal gradients the same memory, or one
+    element for all. Gradients are added up and clipped in place: each needs its own."""
+    if p.grad is None:  # another hook's doing
+        return
+    local = p.grad._local_tensor
+    owners = local.untyped_storage().__dict__.setdefault("_owners", {})
+    owner = owners.setdefault(local.storage_offset(), id(p))
+    if owner != id(p) or 0 in local.stride():
+        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+
+
 def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -> None:
     """Puts a DTensor in the place of each parameter that a module itself holds."""
     for name, p in module._parameters.items():
@@ -812,6 +828,8 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             placements = [Replicate()] * (mesh.ndim - 1) + [last]
             shard = distribute_tensor(p.detach(), mesh, placements)
             _shards[p] = nn.Parameter(shard, p.requires_grad)
+            if p.requires_grad:
+                _shards[p].register_post_accumulate_grad_hook(_separate)
             # Attributes that others have set on it.
             _shards[p].__dict__.update(p.__dict__)
             if p.requires_grad and not is_fake(p):
@@ -827,8 +845,8 @@ def disable_data_parallel():
     """Inside it a parameter is its own sharded DTensor in forward too, and reading it
     gathers nothing: for initialisation, checkpoint helpers, inspection. Values are
     drawn as one process would, if all ranks have one seed: with a seed for each rank,
-    replicas would be other models. Re-entrant. Reading changes for the whole process,
-    drawing for this thread."""
+    replicas would be other models. Re-entrant, but not for two threads at once. Reading
+    changes for the whole process, drawing for this thread."""
     global _enabled
     before = _enabled
     _enabled = False
@@ -937,7 +955,7 @@ class _Bucket:
         self.may_overlap = _may_overlap(params[0].device_mesh)
         self.uses = 0  # how often backward will ask for one
         self.wholes = {}  # by parameter, once they were gathered again
-        # Of these; below 0 if nobody counted: the end of backward frees them.
+        # How often it still will; below 0 if nobody counted: the end of backward frees.
         self.uses_left = 0
         self.work = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
@@ -1173,7 +1191,8 @@ class _Course:
     def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
         """Begins to gather the modules' own parameters, those that are alike by one
         collective."""
-        sets, begun = {}, []  # by policy: {parameter: (its key, its name)}
+        sets = {}  # by policy: {parameter: (its key, its name)}
+        begun = []
         for module in modules:
             policy = module.__dict__.get("_data_parallel")
             for name, p in module._parameters.items() if policy else ():
@@ -1265,10 +1284,10 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
             if "_data_parallel" in m.__dict__
         ]
         shards = [dict(own) for _, own in members]
-        for member, own in members:
-            for name, p in own.items():
-                own[name] = _read(member, p) if isinstance(p, DTensor) else p
         try:
+            for member, own in members:
+                for name, p in own.items():
+                    own[name] = _read(member, p) if isinstance(p, DTensor) else p
             return call(*args, **kwargs)
         finally:
             for (_, own), before in zip(members, shards, strict=True):
@@ -1380,7 +1399,7 @@ def _check_root(root: int) -> None:
         for name, p in module._parameters.items():
             if isinstance(p, DTensor) and name in wrapped:
                 continue
-            # functional_call puts tensors.
+            # functional_call puts tensors in its place, which are no nn.Parameter.
             if isinstance(p, nn.Parameter) and p.requires_grad:
                 path = f"{path}.{name}".lstrip(".")
                 raise RuntimeError(
@@ -1445,7 +1464,7 @@ class _Drawing(dispatch.TorchDispatchMode):
 
 
 def _draw_whole(draw, target: DTensor, args: tuple, kwargs: dict) -> DTensor:
-    """Sends nothing."""
+    """Draws the whole tensor and keeps this rank's shard. Sends nothing."""
     whole = torch.empty_strided(
         target.shape, target.stride(), dtype=target.dtype, device=target.device
     )

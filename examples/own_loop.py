@@ -96,7 +96,7 @@ def main():
         optimizer.zero_grad()
         schedule.step()
 
-        if (step + 1) % 20 == 0:
+        if (step + 1) % 20 == 0 or step + 1 == steps:
             with torch.no_grad():  # <- on every rank: weights are gathered
                 held_out = mean(compiled(*batch(seed=-1 - mesh.get_rank(), device=device)))
             train_loss = mean(loss.detach())

@@ -61,6 +61,30 @@ def test_gradients_have_memory_of_their_own(fake):
     assert model.a.grad.to_local()[0, 0].item() == pytest.approx(48**-0.5 * 2, rel=1e-5)
 
 
+class Twins(nn.Module):
+    """Two modules of no unit with equal gradients: the compiler merges their reductions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self):
+        x = torch.arange(16.0).view(4, 4)
+        return (self.a(x) + self.b(x)).sum()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [Sum, Twins])
+def test_compiled_gradients_have_memory_of_their_own(kind, ranks, fake):
+    model = data_parallel(kind(), fake(ranks))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run().backward()
+    once = [p.grad.to_local().clone() for p in model.parameters()]
+    run().backward()
+    for p, first in zip(model.parameters(), once, strict=True):
+        assert torch.equal(p.grad.to_local(), 2 * first)
+
+
 def test_complex_parameters_keep_the_imaginary_part(fake):
     model = data_parallel(Sum(), fake(1), mp_policy=BF16)
     plain = Sum()

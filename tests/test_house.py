@@ -46,7 +46,7 @@ PROGRAMS = ["main", "finetune", "plan", "speed_mem_tests_mlp"]
 MOST_MODULES = {  # lab.studies: a module per study, what they share, what runs all of them
     "lab.studies": 12, "trainer": 13, "trainer.finetuning": 13,
 }  # fmt: skip
-MOST_NODES = {"overlap": 3000, "simple_fsdp": 9260, "muon": 2200}  # syntax nodes of a file; of others 6'750
+MOST_NODES = {"overlap": 3000, "simple_fsdp": 9370, "muon": 2200}  # syntax nodes of a file; of others 6'750
 MOST_DENSE = 14  # syntax nodes for each line of code of a file; of the whole product 9.8
 REGISTRATIONS = {  # calls at import that are allowed, with the reason
     "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
