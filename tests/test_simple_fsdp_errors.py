@@ -224,8 +224,8 @@ PRIVATE = {
     "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
 }  # fmt: skip
 # What it hangs on a storage and on a module; a part of the names of operations such as rand_like.
-OWN = {"_sharded", "_gathered", "_data_parallel", "_data_parallel_root", "_data_parallel_kind", "_data_parallel_unit",
-       "_data_parallel_class", "_data_parallel_names"}  # fmt: skip
+OWN = {"_sharded", "_owners", "_gathered", "_data_parallel", "_data_parallel_root", "_data_parallel_kind",
+       "_data_parallel_unit", "_data_parallel_class", "_data_parallel_names"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRIVATE)
