@@ -11,9 +11,8 @@ import sys
 import tomllib
 
 import pytest
-from running import ROOT, fails, module
+from running import ROOT
 
-MOVED = ["studies", "benchmarks", "fit", "trainer.report", "trainer.profiling", "trainer.experiments"]  # say where to
 FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
     ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
     ["model"],
@@ -59,7 +58,7 @@ def _name(path):
 
 PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py"), *ROOT.glob("lab/**/*.py")])
 PATHS = [path for path in PATHS if "tests" not in path.relative_to(ROOT).parts]
-SOURCES = {name: path.read_text() for path in PATHS if (name := _name(path)) not in MOVED}
+SOURCES = {_name(path): path.read_text() for path in PATHS}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 PACKAGES = [_name(path) for path in PATHS if path.name == "__init__.py"]
 MODULES = sorted(name for name in SOURCES if name not in PACKAGES or SOURCES[name])  # an empty __init__ is none
@@ -131,13 +130,6 @@ def test_imports_go_downwards(name):
 
     wrong = [module for module in ours(name) if not below_or_beside(module)]
     assert not wrong, f"{name}, on floor {floor} ({entry}), imports {', '.join(sorted(wrong))}"
-
-
-@pytest.mark.parametrize("name", [*MOVED, "studies.memory", "benchmarks.planner.runs", "trainer.experiments.sweep"])
-def test_a_name_that_has_moved_says_the_new_one(name):
-    done = module(name)
-    assert fails(done, 1, "error: moved: ")
-    assert not done.out
 
 
 def test_the_installed_package_holds_every_program_and_package():
