@@ -28,7 +28,7 @@ OF_LAUNCH = dict(run="main.py", profile="main.py", sweep="-m lab.sweeps.sweep", 
                  gpu="-m lab.benchmarks.verify", studies="-m lab.studies")  # fmt: skip
 UNREAD = {"test", "install", "--help"}  # commands of launch.sh without flags of a program
 # Programs that have no flags of main.py.
-ALONE = ("lab.report", "lab.studies", "lab.benchmarks.plans", "lab.benchmarks.estimators",
+ALONE = ("lab.report", "lab.studies", "lab.benchmarks.plans",
          "lab.benchmarks.planner", "lab.benchmarks.verify", "trainer.checkpoint.export", "trainer.finetuning.export",
          "tests/soak.py")  # fmt: skip
 OWN_LIST = re.compile(r"A file of your own, here `([^`]+)`.*?```text\n(.*?)```", re.DOTALL)

@@ -71,7 +71,7 @@ def test_every_group_of_a_run_has_one_worker_its_timeout_and_its_device(env):
 
 
 @pytest.mark.parametrize("command", [
-    "main.py --device cpu", "lab.benchmarks.wrappers simple:none -- --device cpu", "lab.benchmarks.saving --small",
+    "main.py --device cpu", "lab.benchmarks.wrappers simple:none -- --device cpu",
     "speed_mem_tests_mlp.py --width 64 --seqlen 64 --device cpu", "trainer.checkpoint.export HERE HERE/out.safetensors",
 ])  # fmt: skip
 def test_every_command_asks_for_it_before_its_first_group(command, tmp_path):

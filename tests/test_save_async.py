@@ -6,7 +6,6 @@
 import errno
 import inspect
 import os
-import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -14,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import TINY, fails, module, on_gpu, rows_of
+from running import fails, on_gpu
 from saved import assert_bitwise, contents, made, state_of, steps_in
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lab.benchmarks import saving
-from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, verify
@@ -268,47 +265,6 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
 def test_a_fault_planted_in_the_last_save_in_the_background_happens(train):
     fails(train("--save", "run", "--save-every", "0:async", FAULT="0:6:commit:enospc"), 4, "No space left on device")
     assert steps_in("run") == []
-
-
-def test_save_cost_without_rounds_is_refused():
-    fails(module("lab.benchmarks.saving", "--rounds", "0"), 2, "error: --rounds 0: must be at least 1")
-
-
-def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_path):
-    argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
-    args = SimpleNamespace(rounds=2, between=1, check=True)
-    assert saving.main(args, flags.parse(argv), 0, 0, 1) == 0
-    row, check = rows_of(tmp_path / "rows.jsonl")
-    assert check["resumed_bitwise"] is check["went_on_bitwise"] is True
-    assert check["flags"]["deterministic"]
-    assert row["async_n"] == row["written_n"] == 2
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert all(row[f"{kind}_mb_s"] > 0 for kind in ("write", "crc", "verify", "load"))
-    assert [*(tmp_path / "here").iterdir()] == []
-
-
-def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monkeypatch):
-    argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
-    begun = threading.Event()
-    write = saver._write
-    real = saving.Trained.train
-
-    def slow(*args):
-        begun.set()
-        time.sleep(0.3)
-        return write(*args)
-
-    def train(self, n):
-        begun.clear() if n > 1 else os.kill(os.getpid(), begun.wait(30) * signal.SIGTERM)  # n = 1: beside a save
-        return real(self, n)
-
-    monkeypatch.setattr(saver, "_write", slow)
-    monkeypatch.setattr(saving.Trained, "train", train)
-    with pytest.raises(SystemExit, match="143"):
-        saving.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
-    assert begun.is_set()
-    assert [*(tmp_path / "here").iterdir()] == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 
 
 @on_gpu

@@ -161,21 +161,3 @@ def test_saved_bytes_are_by_kind_and_counted_once():
     kinds = graph.saved(graphs["forward"])
     assert kinds["products"] == 4 * 16 * 4 and kinds["gathered"] == kinds["attention"] == kinds["other"] == 0
     assert kinds["inputs"] == 4 * 8 * 4
-
-
-def test_a_scheduler_that_torch_lacks_is_refused():
-    """And not taken for the automatic one."""
-    command = [sys.executable, "-m", "lab.profiling.upstream", "manul", "lab.benchmarks.collectives"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "invalid choice: 'manul'" in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how, gathers, exposed", [("manual", (5, 4), (4, 3)), ("automatic", (3, 4), (2, 1))])
-def test_torch_s_own_schedulers_are_counted_beside_ours(tmp_path, how, gathers, exposed):
-    """The manual one moves no unit, whose gather is of several parameters; the automatic one merges small ones."""
-    small = "--device cuda --world 8 --depth 2 --width 512 --seqlen 512 --batch 2 --vocab 8192".split()
-    command = [sys.executable, "-m", "lab.profiling.upstream", how, "lab.benchmarks.collectives", *small]
-    done = subprocess.run([*command, "--results", tmp_path / "rows.jsonl"], cwd=ROOT, capture_output=True, text=True)
-    found = re.findall(r"(\d+) all-gathers \((\d+) exposed\)", done.stdout)
-    assert found == [*zip(map(str, gathers), map(str, exposed), strict=True)], done.stdout + done.stderr

@@ -401,25 +401,6 @@ def test_a_config_without_its_keys_is_named(tmp_path):
         read(str(file))
 
 
-def test_the_table_of_torchs_estimators_is_made_of_rows():
-    from lab.benchmarks import estimators
-    from trainer.logging import read_jsonl
-
-    assert estimators.table(read_jsonl(ROOT / "results/estimators.jsonl")) in (ROOT / "docs/PLANNER.md").read_text()
-
-
-@pytest.mark.slow
-def test_an_estimator_of_torch_gives_a_figure_or_its_error():
-    from lab.benchmarks import estimators
-
-    run = next(plans.runs())
-    c = plans.SimpleNamespace(**vars(run.c) | dict(depth=1, width=256, head_dim=64, vocab=512, seqlen=128, batch=2))
-    row = estimators.row(run._replace(c=c, ranks=2))
-    floor = 4 * costs.parameters(c) / 2 / 2**20 * 4  # parameters, gradients and moments in fp32
-    assert floor < row["MemTracker"] < 10 * floor and floor < row["FSDPMemTracker"] < 10 * floor
-    assert ("RuntimeEstimator" in row) != ("RuntimeEstimator" in row["errors"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
