@@ -62,7 +62,6 @@ class ModelConfig:
     vocab: int = 32768
     attn: str = "sdpa"
     sdpa: str = "default"  # the kernel of attn="sdpa": see `sdpa_kernel`
-    flex_options: tuple[tuple[str, int], ...] = ()  # of attn="flex": kernel_options, as pairs
     remat: str = "none"
     remat_ratio: float = 1.0
     remat_norm: bool = True
@@ -162,7 +161,6 @@ class Attention(nn.Module):
         self.flex = c.attn == "flex"
         self.grouped = c.grouping > 1
         self.sdpa = c.sdpa
-        self.flex_options = dict(c.flex_options) or None
         self.q = nn.Linear(c.width, c.width, bias=False)
         self.k = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
         self.v = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
@@ -183,8 +181,7 @@ class Attention(nn.Module):
             k = rotated(k, rope)
         # On meta, where only shapes and FLOPs are asked for, it has no kernel.
         if self.flex and not q.is_meta:
-            how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
-            y = compiled_flex_attention(q, k, v, block_mask=mask, **how)
+            y = compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=self.grouped)
         else:
             y = sdpa_kernel("math" if q.is_meta else self.sdpa, q, k, v)
         return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]

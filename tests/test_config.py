@@ -176,7 +176,6 @@ MISFITS = {  # what is wrong together: flags, on so many ranks -> what the messa
     "--attn flex": "--attn flex|CUDA",
     "--attn cudnn": "--attn cudnn|CUDA",
     "--attn efficient": "--attn efficient|CUDA",
-    "--attn flex:here.json": "--attn flex:here.json|CUDA",
     "--compile step --grad-accum 2": "--compile step|--grad-accum|2",
     "--compile step --accum-sync last": "--accum-sync last|--compile step",
     "--accum-sync shards --grad-accum 2 on 4": "--accum-sync shards|--mode hybrid_shard",

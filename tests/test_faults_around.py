@@ -28,7 +28,6 @@ from lab.planning.search import Plan
 from lab.report import history
 from trainer import checks
 from trainer import config as flags
-from trainer.attention import read_options
 from trainer.checkpoint import lock
 from trainer.costs import measured
 from trainer.data import DataError, readable
@@ -338,7 +337,6 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
 
 READERS = {  # what opens a file that a flag or a folder names
     "--link": lambda path: measured(f"measured:{path}"),
-    "--attn": read_options,
     "--hf": architecture.read,
     "--calibrate": lambda path: hardware.samples(path, "cpu"),
     "--template": lambda path: templates._template_of(path, None),

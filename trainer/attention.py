@@ -1,21 +1,18 @@
-"""Which attention kernel a run uses: --attn is resolved and put to torch, kernel options of flex are read.
+"""Which attention kernel a run uses: --attn is resolved and put to torch.
 
-    sdpa, flex_options, text = choose_kernel(config, device)      # ("cudnn", (), "sdpa cudnn (auto)")
+    sdpa, text = choose_kernel(config, device)      # ("cudnn", "sdpa cudnn (auto)")
 
 A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
 fall back to a slower one. Torch is asked whether a kernel can run the shapes and dtype of the run; nothing is computed.
 """
 
-import json
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer import config as flags
-from trainer.distributed.terminal import regular
 
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 BACKENDS = dict(
@@ -111,55 +108,11 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     raise ValueError(f"--attn auto: no kernel runs on {shape}: {'; '.join(refused)}")
 
 
-def options_key(shape: Shape, device: torch.device) -> str:
-    """What searched options hold for: device, torch, shape and dtype, as one line."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    sizes = f"head_dim {shape.head_dim}, seqlen {shape.seqlen}, {shape.dtype}, grouping {shape.heads // shape.kv_heads}"
-    return f"{name}, torch {torch.__version__}, {sizes}"
-
-
-def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
-    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, by lab/studies/attention.py.
-    missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is missing or broken."""
-    try:
-        found = json.loads(regular(path).read_text())
-    except FileNotFoundError:
-        if missing_ok:
-            return {}
-        raise ValueError(
-            f"{path}: no such file; python -m lab.studies.attention --search writes one"
-        ) from None
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: {e}") from e
-    entries = found.values() if isinstance(found, dict) else [None]
-    for entry in entries:
-        options = entry.get("options") if isinstance(entry, dict) else None
-        if not isinstance(options, dict) or not all(isinstance(v, int) for v in options.values()):
-            raise ValueError(
-                f'{path}: expected KEY: {{"options": {{NAME: INTEGER}}}}, got {str(entry)[:80]}'
-            )
-    return found
-
-
-def choose_kernel(
-    c: flags.Config, device: torch.device
-) -> tuple[str, tuple[tuple[str, int], ...], str]:
-    """(ModelConfig.sdpa, .flex_options, what to print). ValueError: the kernel cannot run, or a broken file."""
-    if c.attn == "sdpa":
-        # Graphs can be compiled for a device that is absent.
-        if device.type != c.device and c.sdpa != "auto":
-            return c.sdpa, (), f"sdpa {c.sdpa}"
-        kernel, text = sdpa(c.sdpa, shape_of(c), device)
-        return kernel, (), text
-    if c.flex_options is None:
-        return "default", (), "flex, default kernel options"
-    try:
-        stored = read_options(c.flex_options)
-    except ValueError as e:
-        raise ValueError(f"--attn flex:{e}") from e
-    key = options_key(shape_of(c), device)
-    if key not in stored:
-        return "default", (), f"flex, default kernel options: {c.flex_options} has none for {key}"
-    options = stored[key]["options"]
-    listed = " ".join(f"{k}={v}" for k, v in options.items()) or "the defaults were the fastest"
-    return "default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}"
+def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, str]:
+    """(ModelConfig.sdpa, what to print). ValueError, one line: the kernel cannot run."""
+    if c.attn == "flex":
+        return "default", "flex"
+    # Graphs can be compiled for a device that is absent.
+    if device.type != c.device and c.sdpa != "auto":
+        return c.sdpa, f"sdpa {c.sdpa}"
+    return sdpa(c.sdpa, shape_of(c), device)

@@ -177,14 +177,13 @@ class System:
     deterministic: bool = False
     """Get the same bits each time the same command runs or resumes. Without it the order of some sums varies: of the
     embedding's gradient in compiled code on several CPU threads or a GPU, and of attention's gradient on a GPU."""
-    attn: Annotated[Literal[*KERNELS, "flex", "sdpa"], default("auto", "|".join((*KERNELS, "flex[:FILE]")))] = "sdpa"
+    attn: Annotated[Literal[*KERNELS, "flex", "sdpa"], default("auto", "|".join((*KERNELS, "flex")))] = "sdpa"
     """Kernel of attention; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again. flex:
-    compiled FlexAttention, which needs CUDA to train; flex:FILE with the tuned kernel options of a file that python -m
-    lab.studies.attention --search writes."""
+    compiled FlexAttention, which needs CUDA to train; with --compile-options max_autotune=True torch times its block
+    sizes, and those of matrix products, and takes the fastest."""
     sdpa: Annotated[Literal[*KERNELS], Suppress, Part("attn", "sdpa|auto", whole=True)] = "auto"
-    flex_options: Annotated[str | None, Suppress, Part("attn", "flex")] = None
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
     them. block: whole blocks. pointwise: all but matrix products. both:0.5: in that fraction of the blocks, evenly
@@ -305,7 +304,7 @@ _RANGES = [
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
-    ("results save profile flex_options prepared export eval_data", lambda v: v[:1] not in ("", "~"),
+    ("results save profile prepared export eval_data", lambda v: v[:1] not in ("", "~"),
      "a path; ~ is $HOME, which the shell puts in its place only where a word begins"),
     ("beta1 beta2 muon_momentum", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
@@ -444,7 +443,7 @@ def setting(c: Config) -> dict:
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout", "report"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
-    for name in ("data", "init", "flex_options", "profile", "model", "eval_data", "prepared", "export"):
+    for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
         if isinstance(value := found.get(name), str):
             found[name] = without_user(value)
         elif value is not None:

@@ -43,9 +43,9 @@ def compile_options(c: flags.Config) -> dict:
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
     """The reference transformer's configuration. ValueError, one line, for attention that cannot run on `device`."""
-    sdpa, flex_options, _ = choose_kernel(c, device)
+    sdpa, _ = choose_kernel(c, device)
     same = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
-    return ModelConfig(**same | dict(sdpa=sdpa, flex_options=flex_options))
+    return ModelConfig(**same | dict(sdpa=sdpa))
 
 
 def reference_model(c: flags.Config, device: torch.device) -> Transformer:

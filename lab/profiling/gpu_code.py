@@ -373,11 +373,6 @@ def simulated(
             c.wrapper == "none",
             "a bare model is not simulated; use --mode replicate",
         ),
-        (
-            f"--attn flex:{c.flex_options}",
-            c.flex_options is not None,
-            "is read by the GPU that it was found for; leave it out",
-        ),
         ("--deterministic", c.deterministic, "is not simulated; leave it out"),
         (
             f"--attn {c.sdpa}",

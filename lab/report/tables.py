@@ -134,7 +134,7 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
         ms = [published.figure(row, f"{name}_ms") for row in rows]
         best = {}
         for which, row, each in zip(beside, rows, ms, strict=True):
-            if row["backend"] != "flex" and each:
+            if not row["backend"].startswith("flex") and each:
                 best[which] = min(each, best.get(which, each))
         speeds = [published.figure(row, f"{name}_tflops") for row in rows]
         both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]

@@ -1,12 +1,12 @@
-"""Attention alone: ms of forward and backward, and bytes held between them, beside the formula; and a search.
+"""Attention alone: ms of forward and backward, and bytes held between them, beside the formula.
 
     python -m lab.studies.attention --small
     python -m lab.studies.attention --sweep published long --device cuda
     python -m lab.studies.attention --sweep reference --results results/attention.jsonl
-    python -m lab.studies.attention --search --options results/flex_options.json     # then: main.py --attn flex:FILE
 
-plain: softmax(q k^T / sqrt d) v, whose [T, T] matrices exist; compiled: the same under torch.compile; the others are
-kernels of SDPA and FlexAttention. Between forward and backward plain holds its probabilities, s b H T^2 bytes where
+plain: softmax(q k^T / sqrt d) v, whose [T, T] matrices exist; compiled: the same under torch.compile; flex-autotuned:
+FlexAttention whose configurations torch has timed (its mode max-autotune-no-cudagraphs); the others are kernels of SDPA
+and FlexAttention. Between forward and backward plain holds its probabilities, s b H T^2 bytes where
 a number has s, and T^2 more for a causal mask; math holds them in fp32, also q and k, scaled (and v, if it had to be
 cast); a fused kernel its output and a log-sum for each row, (s d + 4) b H T. What is held is counted: storages that
 autograd saves and that are no inputs. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2 times
@@ -14,10 +14,7 @@ that, 2.5 where the scores are computed again.
 `python -m lab.report attention --results FILE` prints rows in a layout of their own, with FLOP/s.
 """
 
-import itertools
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,17 +23,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from lab.studies import study
 from lab.studies.study import curves, impossible, published, section
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
-from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.attention import BACKENDS, DTYPES, Shape, refusal
 from trainer.costs import attention_flops, causal_keys
-from trainer.distributed.terminal import fail, grouped
+from trainer.distributed.terminal import grouped
 from trainer.measuring import memory, timing
 
 WHOLE = "plain", "compiled", "math"  # hold [T, T]
-ALL = ("plain", "compiled", "flex", *BACKENDS)
+FLEX = "flex", "flex-autotuned"
+ALL = ("plain", "compiled", *FLEX, *BACKENDS)
 SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
     "published": dict(
         batch=[8],
@@ -66,7 +65,7 @@ SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
         dtype=["bf16"],
         causal=[True],
         seqlen=[4096, 8192, 16384],
-        backend=["flex", "flash", "cudnn"],
+        backend=[*FLEX, "flash", "cudnn"],
     ),
     "small": dict(
         batch=[2],
@@ -81,27 +80,6 @@ SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
 }
 # Flags that take the place of a sweep's values.
 GIVEN = "backend dtype seqlen head_dim heads kv_heads batch".split()
-Options = dict[str, int]
-SQUARES = ((128, 64), (128, 128), (64, 128), (64, 64), (128, 32), (64, 32))
-# What --search tries, in this order. Every block divides the 128 of the block mask: the backward does not check it. M1
-# divides N1 and N2 divides M2, as the kernel asserts.
-FORWARD = [
-    dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=warps, fwd_num_stages=stages)
-    for (m, n), warps, stages in itertools.product(SQUARES, (4, 8), (2, 3, 4))
-]
-BACKWARD = [
-    dict(
-        bwd_BLOCK_M1=m,
-        bwd_BLOCK_N1=n,
-        bwd_BLOCK_M2=n,
-        bwd_BLOCK_N2=m,
-        bwd_num_warps=warps,
-        bwd_num_stages=stages,
-    )
-    for (m, n), warps, stages in itertools.product(
-        ((64, 128), (32, 128), (64, 64), (32, 64)), (4, 8), (1, 2, 3, 4)
-    )
-]
 
 
 def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,33 +112,29 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def function(
-    backend: str, shape: Shape, device: torch.device, options: Options, causal: bool = True
-) -> Callable:
-    """(q, k, v) -> [B, H, T, d] by one of ALL; "flex" with `options`."""
+def function(backend: str, shape: Shape, device: torch.device, causal: bool = True) -> Callable:
+    """(q, k, v) -> [B, H, T, d] by one of ALL."""
+    if backend in BACKENDS:
+        return partial(sdpa_kernel, backend, causal=causal)
+    torch._dynamo.reset()  # many shapes would meet Dynamo's limit of recompilations
     if backend in ("plain", "compiled"):
-        torch._dynamo.reset()
         run = partial(plain, causal=causal)
         return torch.compile(run, dynamic=False) if backend == "compiled" else run
-    if backend != "flex":
-        return partial(sdpa_kernel, backend, causal=causal)
-    torch._dynamo.reset()  # a recompilation per search candidate would meet Dynamo's limit
+    flex = compiled_flex_attention
+    if backend == "flex-autotuned":
+        flex = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
     mask = causal_mask(shape.seqlen, device) if causal else None
-    grouped = shape.heads > shape.kv_heads
-    return partial(
-        compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None
-    )
+    return partial(flex, block_mask=mask, enable_gqa=shape.heads > shape.kv_heads)
 
 
-def milliseconds(
-    run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True
-) -> dict[str, list]:
+def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int) -> dict[str, list]:
     """{"forward": [ms, ..], "backward": [ms, ..]}. Every backward follows its own forward, whose tensors it frees."""
     *qkv, gradient = tensors
     made = {}
-    parts = {"forward": lambda: made.update(y=run(*qkv))}
-    if backward:
-        parts["backward"] = lambda: torch.autograd.grad(made.pop("y"), qkv, gradient)
+    parts = {
+        "forward": lambda: made.update(y=run(*qkv)),
+        "backward": lambda: torch.autograd.grad(made.pop("y"), qkv, gradient),
+    }
     return study.milliseconds(parts, gradient.device, repeat)
 
 
@@ -197,22 +171,15 @@ def measure(setting: dict, args) -> dict:
     causal = setting["causal"]
     backend = setting["backend"]
     shape = Shape(**{name: setting[name] for name in Shape._fields})
-    stored = read_options(args.options) if args.options and backend == "flex" else {}
-    options = stored.get(options_key(shape, device), {}).get("options", {})
-    row = dict(backend=backend, options=options) | shape._asdict()
-    flex = "FlexAttention needs CUDA to train" if device.type == "cpu" else None
-    kernel = (
-        refusal(backend, shape, device)
-        if backend in BACKENDS
-        else flex
-        if backend == "flex"
-        else None
-    )
-    if kernel:
-        return row | dict(outcome=f"n/a: {kernel}")
+    row = dict(backend=backend) | shape._asdict()
+    reason = refusal(backend, shape, device) if backend in BACKENDS else None
+    if backend in FLEX and device.type == "cpu":
+        reason = "FlexAttention needs CUDA to train"
+    if reason:
+        return row | dict(outcome=f"n/a: {reason}")
     tensors = inputs(shape, device)
     memory.reset_peak(device)
-    run = function(backend, shape, device, options, causal)
+    run = function(backend, shape, device, causal)
     row |= dict(held_bytes=held(run, tensors[:3]), formula_bytes=formula(backend, shape, causal))
     times = milliseconds(run, tensors, args.repeat)
     pairs = shape.batch * shape.seqlen * (causal_keys(shape.seqlen) if causal else shape.seqlen)
@@ -233,76 +200,6 @@ def measure(setting: dict, args) -> dict:
     )
 
 
-def store(path: Path, key: str, entry: dict) -> None:
-    """Puts `entry` into the file, beside what others have stored there. Readers see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = read_options(path, missing_ok=True) | {key: entry}
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    os.replace(draft, path)
-
-
-def search(
-    time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print
-) -> dict:
-    """The best options and their ms, stored under `key` after each improvement. `time`: (options, "forward" or
-    "backward") -> ms; an exception skips the candidate. The stored options are tried first, so that a search cut short
-    cannot lose them, then torch's own. ValueError where no candidate of a direction runs."""
-    entry = read_options(path, missing_ok=True).get(key, {}) | about
-    chosen = dict(entry.get("options", {}))
-    for direction, prefix, more in (("forward", "fwd_", FORWARD), ("backward", "bwd_", BACKWARD)):
-        other = {name: value for name, value in chosen.items() if not name.startswith(prefix)}
-        stored = {name: value for name, value in chosen.items() if name.startswith(prefix)}
-        best = math.inf
-        for options in [stored, *(each for each in ({}, *more) if each != stored)]:
-            try:
-                ms = time(other | options, direction)
-            except Exception as e:
-                say(
-                    f"{direction} {options}: skipped, {type(e).__name__}: {' '.join(str(e).split())[:100]}"
-                )
-                continue
-            if not options:
-                entry[f"default_{direction}_ms"] = ms
-            if ms < best:
-                best = ms
-                chosen = other | options
-                entry |= {"options": chosen, f"{direction}_ms": ms}
-                store(path, key, entry)
-                say(f"{direction} {options}: {ms:.3f} ms")
-        if best == math.inf:
-            raise ValueError(f"no options run {direction}")
-        store(path, key, entry)  # with the time of the defaults
-    return entry
-
-
-def candidate_timer(
-    shape: Shape, device: torch.device, repeat: int
-) -> Callable[[Options, str], float]:
-    """What `search` calls on a GPU: the median. Raises for options whose results are not those of FlashAttention."""
-    *qkv, gradient = tensors = inputs(shape, device)
-    kernel = "flash" if refusal("flash", shape, device) is None else "efficient"
-    y = sdpa_kernel(kernel, *qkv)
-    right = [y.detach(), *torch.autograd.grad(y, qkv, gradient)]
-
-    def time(options: Options, direction: str) -> float:
-        run = function("flex", shape, device, options)
-        y = run(*qkv)
-        found = [
-            y.detach(),
-            *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ()),
-        ]
-        for a, b in zip(found, right, strict=False):  # forward: the output alone
-            error = ((a - b).float().norm() / b.float().norm()).item()
-            if not error < 0.02:
-                raise ValueError(f"wrong result: relative error {error:.3g}")
-        return timing.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])[
-            "step_ms"
-        ]
-
-    return time
-
-
 def flags(parser) -> None:
     """Adds those of this study."""
     parser.add_argument(
@@ -312,40 +209,23 @@ def flags(parser) -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES))
     for name in GIVEN[2:]:
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int, metavar="N")
-    parser.add_argument(
-        "--search", action="store_true", help="search FlexAttention's kernel options instead"
-    )
-    parser.add_argument(
-        "--options",
-        type=Path,
-        metavar="FILE",
-        help="searched options: flex runs with them; --search "
-        "stores them there (default: results/flex_options.json)",
-    )
 
 
 def check(args) -> None:
     """Heads that do not share keys and values, a length that does not divide, lengths of a GPU on a CPU unless they are
-    asked for, options that cannot be read."""
+    asked for."""
     for c in settings(args):
         if c["heads"] % c["kv_heads"]:
             raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")
-    if args.search and args.device == "cpu":
-        raise ValueError("--search: needs CUDA; leave it out on a CPU")
     if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
         raise ValueError(
             "--device cpu: the default lengths are for a GPU; give --small, or --seqlen"
         )
-    if args.options:
-        try:
-            read_options(args.options, missing_ok=args.search)
-        except ValueError as error:
-            raise ValueError(f"--options {error}") from error
 
 
 def settings(args) -> list[dict]:
     """A row per backend, shape and dtype of the sweeps, with the values of flags that are given."""
-    usual = ["small"] if args.small else ["reference"] if args.search else ["published", "long"]
+    usual = ["small"] if args.small else ["published", "long"]
     found = []
     for name in args.sweep or usual:
         values = dict(SWEEPS[name]) | {
@@ -362,30 +242,6 @@ def settings(args) -> list[dict]:
                 c["batch"] = tokens // c["seqlen"]
             found += [c] if c not in found else []
     return found
-
-
-def instead(args) -> bool:
-    """--search: finds options for every shape and stores them."""
-    if not args.search:
-        return False
-    device = torch.device(args.device)
-    path = args.options or Path("results/flex_options.json")
-    about = {k: timing.environment(device)[k] for k in ("date", "commit")}
-    for c in settings(args):
-        shape = Shape(**{name: c[name] for name in Shape._fields})
-        if c["backend"] == "flex" and c["causal"]:
-            key = options_key(shape, device)
-            try:
-                found = search(
-                    candidate_timer(shape, device, args.repeat),
-                    path,
-                    key,
-                    about | dict(batch=shape.batch),
-                )
-            except ValueError as error:
-                fail(f"--search: {error}", 0)
-            print(key, found, sep="\n", flush=True)
-    return True
 
 
 def table(rows: list[dict]) -> tuple[str, str]:

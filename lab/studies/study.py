@@ -7,7 +7,6 @@ A study is a module of this folder: a question, its formula, its measurement, an
     table(rows) -> (about, markdown)    # of rows that `newest` has chosen, published figures beside ours
     figure(rows, folder) -> [Path]      # one plot, of one or more rows that are ok; NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
-    instead(args) -> bool               # if it can do something else than measure: whether it has
     SAME = "batch",                     # what settings of one table have in common, if there is any
 
 `python -m lab.studies.NAME` runs `main`, `python -m lab.studies` all of them. `python -m lab.report --study NAME` has
@@ -480,8 +479,6 @@ def curves(
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Measures, prints the table, draws the plot. Exit codes: 0, also if a setting fails, 2 bad flags."""
     args = arguments(module, sys.argv[1:] if argv is None else argv)
-    if hasattr(module, "instead") and module.instead(args):
-        return 0
     name = name_of(module)
     rows = newest(name, run(name, module.settings(args), module.measure, args))
     told, text = module.table(rows)

@@ -1,10 +1,9 @@
-"""The study of attention: its rows, what is held beside the formula, times that cannot be, the search of options.
+"""The study of attention: its rows, what is held beside the formula, times that cannot be.
 
     pytest lab/tests/test_studies_attention.py       # under a minute, no GPU: kernels of a GPU run in tests/test_gpu.py
 """
 
 from argparse import Namespace
-from collections import Counter
 
 import pytest
 import torch
@@ -14,14 +13,13 @@ from lab.report import published
 from lab.report import tables as report
 from lab.studies import attention, study
 from model import sdpa_kernel
-from trainer import attention as kernels
 from trainer.attention import Shape
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
 
 def one_row(backend, shape=SHAPE, causal=True):
-    args = Namespace(device="cpu", repeat=1, options=None)
+    args = Namespace(device="cpu", repeat=1)
     return study.outcome(attention.measure, shape._asdict() | dict(backend=backend, causal=causal), args)
 
 
@@ -76,7 +74,7 @@ def test_flops_are_those_of_the_pairs_that_attention_sees(backend, backward, cau
 def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(backend, dtype, causal):
     shape = Shape(3, 1, 1, 40, 16, dtype)
     *qkv, _ = attention.inputs(shape, CPU)
-    run = attention.function(backend, shape, CPU, {}, causal)
+    run = attention.function(backend, shape, CPU, causal)
     assert attention.held(run, qkv) == attention.formula(backend, shape, causal)
     size, casts = (4, 0) if dtype == "fp32" else (2, 1)
     told = dict(plain=size * 3 * 40 * 40 + 1600 * causal, math=4 * 3 * 40 * (40 + (2 + casts) * 16),
@@ -143,87 +141,10 @@ def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
 @pytest.mark.parametrize("argv, said", [
     ("--sweep reference --seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"),
     ("--head-dim 0", "--head-dim 0: must be at least 1"),
-    ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"), ("--search", "--search: needs CUDA"),
-    ("--small --options nowhere.json", "--options nowhere.json: no such file"),
+    ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"),
 ])  # fmt: skip
 def test_bad_flags_exit_2_with_a_line(argv, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
         study.main(attention, [*argv.split(), "--device", "cpu"])
     assert exit.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
-
-
-# ----------------------------------------------------------------------------------------------------------- the search
-
-BEST = attention.FORWARD[7] | attention.BACKWARD[3]
-
-
-def timer(calls, broken=lambda options: False, die_at=None):
-    """A kernel that is the faster the more of its options are those of BEST; the defaults take 50 ms."""
-
-    def time(options, direction):
-        calls.append((direction, options))
-        if len(calls) == die_at:
-            raise KeyboardInterrupt
-        if broken(options):
-            raise RuntimeError("out of shared memory")
-        own = {k: v for k, v in options.items() if k.startswith("fwd_" if direction == "forward" else "bwd_")}
-        return 50.0 - sum(BEST[k] == v for k, v in own.items())
-
-    return time
-
-
-def quiet(*_):
-    pass
-
-
-def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
-    path = tmp_path / "new" / "options.json"
-    calls = []
-    attention.store(path, "another", {"options": {}})
-    entry = attention.search(timer(calls), path, "here", {"commit": "c"}, quiet)
-    assert entry["options"] == BEST and (entry["forward_ms"], entry["backward_ms"]) == (46.0, 44.0)
-    assert (entry["default_forward_ms"], entry["default_backward_ms"]) == (50.0, 50.0)
-    assert kernels.read_options(path) == {"another": {"options": {}}, "here": entry}
-    assert list(path.parent.iterdir()) == [path]
-    directions = Counter(direction for direction, _ in calls)
-    assert directions == {"forward": 1 + len(attention.FORWARD), "backward": 1 + len(attention.BACKWARD)}
-    assert all(calls[-1][1][k] == v for k, v in attention.FORWARD[7].items())  # backward beside the best forward
-
-
-def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
-    path = tmp_path / "options.json"
-    said = []
-    entry = attention.search(timer([], lambda o: o.get("fwd_num_stages") == 4), path, "here", {}, said.append)
-    broken = [line for line in said if "skipped" in line]
-    assert len(broken) == len(attention.FORWARD) // 3 and "out of shared memory" in broken[0]
-    assert entry["options"]["fwd_num_stages"] != 4 and "backward_ms" in entry
-    with pytest.raises(ValueError, match="run forward"):
-        attention.search(timer([], lambda o: True), path, "here", {}, quiet)
-    assert kernels.read_options(path)["here"] == entry
-
-
-def test_a_search_that_dies_leaves_its_best_and_the_next_starts_from_it(tmp_path):
-    path = tmp_path / "options.json"
-    calls = []
-    with pytest.raises(KeyboardInterrupt):
-        attention.search(timer(calls, die_at=len(attention.FORWARD) + 6), path, "here", {}, quiet)
-    half = kernels.read_options(path)["here"]["options"]
-    assert {k: v for k, v in half.items() if k.startswith("fwd_")} == attention.FORWARD[7]
-    with pytest.raises(KeyboardInterrupt):  # the second dies at once: the stored options were measured first
-        attention.search(timer(calls := [], die_at=3), path, "here", {}, quiet)
-    assert {k: v for k, v in calls[0][1].items() if k.startswith("fwd_")} == attention.FORWARD[7]
-    assert kernels.read_options(path)["here"]["options"] == half
-
-
-def test_candidates_keep_what_the_kernels_assert():
-    for o in attention.FORWARD:
-        assert 128 % o["fwd_BLOCK_M"] == 128 % o["fwd_BLOCK_N"] == 0
-    for o in attention.BACKWARD:
-        assert o["bwd_BLOCK_N1"] % o["bwd_BLOCK_M1"] == o["bwd_BLOCK_M2"] % o["bwd_BLOCK_N2"] == 0
-        assert all(128 % v == 0 for k, v in o.items() if "BLOCK" in k)
-
-
-def test_the_options_are_names_that_this_torch_documents():
-    known = torch.nn.attention.flex_attention.FlexKernelOptions.__annotations__
-    assert {k.split("_", 1)[1] for k in attention.FORWARD[0] | attention.BACKWARD[0]} <= known.keys()

@@ -109,7 +109,6 @@ class System(flags.System):
     remat_norm: Suppress[bool] = True
     remat_core: Suppress[bool] = False
     sdpa: Suppress[str] = "auto"
-    flex_options: Suppress[str | None] = None
     mlp: Suppress[str] = "plain"
     mlp_chunk: Suppress[int] = 0
 
