@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -233,8 +234,8 @@ class Run:
         there is one."""
         c = self.c
         self.step = step
-        if c.profile:
-            self.profile.names = timing.Names(step)
+        units = c.compile == "none"
+        self.profile.ranges = partial(timing.named_ranges, step, units)
         if self.found:
             checkpoint.load(self.found, step, self.group)
         self.batches.sample = self.state.samples

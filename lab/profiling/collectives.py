@@ -49,16 +49,18 @@ from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from overlap import SCATTER, WAIT, is_layout, is_product, wait_of
+from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.measuring.timing import GATHERS, KINDS, module_of
 from trainer.parallelize import build, compile_options, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
 # What runs once per micro-batch; block: and once per block.
 MICRO_BATCH = ("loss", "model", "block")
 MIB = 2**20
+# The second: of Inductor's own buckets.
+GATHERS = GATHER, torch.ops._c10d_functional.all_gather_into_tensor_out.default
+KINDS = dict.fromkeys(GATHERS, "all-gather") | {SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
 
 
 class Found(Exception):
@@ -127,6 +129,15 @@ class Collective(NamedTuple):
     ranks: int
     bucket: tuple[str, ...]  # what it carries: "module [shape]"
     start: int  # products of the graph before its start
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that a node of a compiled graph, or else what alone feeds it, comes
+    from: L['self'].blocks.0.mlp.up"""
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):  # of forward, of backward
+        if node.meta.get(key):
+            return list(node.meta[key].values())[-1][0]
+    return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
 
 
 def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:

@@ -65,7 +65,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lean
 import model as model_file
 from lab.profiling import collectives
-from trainer.measuring.timing import module_of
 from trainer.parallelize import build
 from trainer.step import Step
 
@@ -284,7 +283,9 @@ def _loaded(name: str, module: types.ModuleType, graph) -> Code:
     origins = {}
     for buffer in graph.buffers:
         nodes = [*getattr(buffer, "origins", ())]
-        path = next(filter(None, map(module_of, nodes)), "")  # L['self'].call.blocks.0.mlp.up
+        path = next(
+            filter(None, map(collectives.module_of, nodes)), ""
+        )  # L['self'].call.blocks.0.mlp.up
         origins[buffer.get_name()] = (
             re.sub(r"^.*?\bcall\.?", "", path),
             str(nodes[0].target) if nodes else "",

@@ -2,17 +2,14 @@
 
 timer = StepTimer(device)
 profile = Profile(directory, first=3, count=2, rank=rank, device=device)
-profile.names = Names(step)            # of phases, blocks and collectives in the trace; before the first step
+profile.ranges = partial(named_ranges, step, units=True)       # of phases and units in the trace
 for k in range(steps):
     with timer.step(excluded=k < warmup or profile.covers(k)), profile.step(k):
         train_step()
 row = environment(device) | stats(timer.ms())
 """
 
-import ast
-import functools
 import gzip
-import json
 import os
 import re
 import resource
@@ -23,20 +20,17 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from typing import Any
 
 import torch
-from torch import fx
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.graph import GraphLowering
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import simple_fsdp
-from overlap import GATHER, REDUCE, SCATTER
 from trainer.measuring.memory import Device, dump_snapshot, is_cuda
 
 
@@ -197,7 +191,7 @@ class Profile:
         )
         self.paths = []
         self.notes = [f"no {absent}"] if directory and absent else []
-        self.names: Names | None = None
+        self.ranges: Callable[[], AbstractContextManager] = nullcontext  # around a profiled step
 
     def covers(self, k: int) -> bool:
         """Whether step k is profiled, and so must not enter any statistics."""
@@ -216,17 +210,15 @@ class Profile:
             with (
                 torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(),
                 record_function(f"step {k}"),
+                self.ranges(),
             ):
-                with self.names.shown() if self.names else nullcontext():
-                    yield
+                yield
             if k != self.steps[-1]:
                 ending.pop_all()  # stay open for the next step
 
     def close(self) -> None:
         """Stop and write. The last covered step does it; call it where a run may end before that."""
         self._recording.close()
-        if self.names:
-            self.names.close()
 
     @contextmanager
     def _record(self) -> Iterator[None]:
@@ -260,231 +252,69 @@ class Profile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-GATHERS = GATHER, torch.ops._c10d_functional.all_gather_into_tensor_out.default
-# The second: of Inductor's own buckets.
-KINDS = dict.fromkeys(GATHERS, "all-gather") | {SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
-PHASES = dict(fwd="forward", bwd="backward", reduce="backward", step="optimizer")
-# Of compiled code whose buffers are noted; what was compiled without has another cache key.
-TAG = "named-in-traces"
+PHASES = dict(fwd="forward", bwd="backward", reduce="gradient reduction", step="optimizer")
 
 
-class Track:
-    """The ranges of a trace that are open: a phase, in it a block, in that a collective."""
+class OpenRange:
+    """At most one open range of a trace."""
 
     def __init__(self):
-        self.open: list[tuple[int, str, record_function]] = []
+        self.name: str | None = None
+        self._range: record_function | None = None
 
-    def to(self, level: int, name: str | None) -> str | None:
-        """Ends the range of this level, if another is open, and begins `name`; returns the one before."""
-        before = next((own for at, own, _ in self.open if at == level), None)
-        if name is None or name != before or level == 2:
-            while self.open and self.open[-1][0] >= level:
-                self.open.pop()[2].__exit__(None, None, None)
-            if name:
-                self.open.append((level, name, record_function(name)))
-                self.open[-1][2].__enter__()
-        return before
+    def begin(self, name: str) -> None:
+        """Ends the range that is open, if there is one, and begins another."""
+        self.end()
+        self.name = name
+        self._range = record_function(name)
+        self._range.__enter__()
 
-    def collective(self, function: Callable, name: Callable[[tuple], str]) -> Callable:
-        """`function`, a generator that stops while its collective runs, in a range called by its arguments each time
-        that it goes on."""
-
-        def named(*args):
-            what = name(args)
-            work = function(*args)
-            del args  # gradients, which it frees before it ends
-            while True:
-                self.to(2, what)
-                try:
-                    next(work)
-                except StopIteration as end:
-                    return end.value
-                finally:
-                    self.to(2, None)
-                yield
-
-        return named
+    def end(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self.name = self._range = None
 
 
-def words_of(path: str) -> tuple[str, ...]:
-    """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp: Dynamo writes paths in several ways."""
-    return tuple(
-        word for word in re.split(r"\W+", path) if word and word not in ("_modules", "_orig_mod")
-    )
+@contextmanager
+def named_ranges(step, units: bool) -> Iterator[None]:
+    """Inside it the phases of a step (trainer.step.Step) are ranges of a trace. units: so are the model's units, in
+    forward and backward. Their hooks must not be there while a model is compiled: it would be compiled once more."""
+    phase = OpenRange()
+    backward = OpenRange()
+
+    def begin_phase(name: str, grads: list) -> None:
+        backward.end()
+        phase.begin(PHASES[name])
+
+    with step.watched(begin_phase), ExitStack() as stack:
+        stack.callback(phase.end)
+        stack.callback(backward.end)
+        for name in simple_fsdp.units_of(step.model) if units else ():
+            _name_unit(name, step.model.get_submodule(name), backward, stack)
+        yield
 
 
-def module_of(node: fx.Node) -> str:
-    """The innermost module that a node of a compiled graph, or else what alone feeds it, comes
-    from: L['self'].blocks.0.mlp.up"""
-    for key in ("nn_module_stack", "fwd_nn_module_stack"):  # of forward, of backward
-        if node.meta.get(key):
-            return list(node.meta[key].values())[-1][0]
-    return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
+def _name_unit(name: str, unit: nn.Module, backward: OpenRange, stack: ExitStack) -> None:
+    """Opens a range around the unit's forward, and around its backward from the gradient of its first output to that of
+    its first input, until `stack` is closed. On CUDA both come on the thread of backward."""
+    forward = []
+
+    def begin(module: nn.Module, args: tuple) -> None:
+        forward.append(record_function(name))
+        forward[-1].__enter__()
+        _on_gradient(args, lambda: backward.end() if backward.name == name else None)
+
+    def end(module: nn.Module, args: tuple, output: Any) -> None:
+        _on_gradient(output, lambda: backward.begin(name))
+        forward.pop().__exit__(None, None, None)
+
+    stack.callback(unit.register_forward_pre_hook(begin, prepend=True).remove)
+    # Also where forward raises: a recomputation ends so once it has what backward needs.
+    stack.callback(unit.register_forward_hook(end, always_call=True).remove)
 
 
-class Names:
-    """Names for a trace of a step (trainer.step.Step): forward, backward, optimizer; the model's blocks, and what lies
-    in none, by name; collectives with the blocks whose parameters they move. Only inside `shown` does anything differ
-    from a run without: the generated code that runs there is the same with calls of `Track` between its lines.
-
-    Which block a line belongs to is noted when the code is generated, in a file beside it. So build this before the
-    first step, and `close` it."""
-
-    def __init__(self, step):
-        self.step = step
-        self.track = Track()
-        config = torch.compiler.config
-        blocks = simple_fsdp.units_of(step.model)
-        self.places = {}
-        for name, _ in step.model.named_modules(remove_duplicate=False):
-            inside = [block for block in blocks if f"{name}.".startswith(f"{block}.")]
-            self.places[words_of(name)] = max(inside, key=len, default=name)
-        self.parameters = {
-            id(p): self.place(name.rpartition(".")[0]) for name, p in step.model.named_parameters()
-        }
-        self.shown_modules = {
-            name: m
-            for name, m in step.model.named_modules()
-            if name in blocks
-            or (not [*m.children()] and self.places[words_of(name)] == name and name)
-        }
-        self.plain = GraphLowering.compile_to_module
-        config.cache_key_tag = f"{config.cache_key_tag} {TAG}".strip()
-        noted = functools.partialmethod(Names.note, names=self)
-        GraphLowering.compile_to_module = noted
-
-    def close(self) -> None:
-        """Generated code is noted no longer. A second call does nothing."""
-        if self.plain:
-            GraphLowering.compile_to_module = self.plain
-            self.plain = None
-            words = torch.compiler.config.cache_key_tag.split()
-            torch.compiler.config.cache_key_tag = " ".join(word for word in words if word != TAG)
-
-    def place(self, path: str) -> str:
-        """The block, or the module in none, of a path in a graph or in the model; "" if it is not known."""
-        words = words_of(path)
-        return next(
-            (self.places[words[i:]] for i in range(len(words)) if words[i:] in self.places), ""
-        )
-
-    @staticmethod
-    def some(places: Iterable[str]) -> str:
-        """blocks.0; or emb, norm and 2 more."""
-        places = [*dict.fromkeys(filter(None, places))]
-        more = f" and {len(places) - 2} more" * (len(places) > 3)
-        return ", ".join(places[: 2 if more else 3]) + more
-
-    def note(graph: GraphLowering, names: "Names"):
-        """Takes the place of a method of GraphLowering: also writes {buffer: [place, collective or ""]}."""
-        module = names.plain(graph)
-        found = {}
-        for buffer in [*graph.buffers, *graph.operations]:
-            nodes = [*(getattr(buffer, "origins", None) or ())]
-            start = next((n for n in nodes if n.target in KINDS), None)
-            if start is not None:
-                moved = [path for path, _ in start.meta.get("bucket", ())] or [module_of(start)]
-                what = f"{KINDS[start.target]} {names.some(map(names.place, moved))}".strip()
-                # An all-reduce is written in place.
-                for each in (buffer, *(getattr(buffer, "inputs", None) or ())):
-                    found.setdefault(each.get_name(), ["", what])
-            elif place := next(filter(None, (names.place(module_of(n)) for n in nodes)), ""):
-                found.setdefault(buffer.get_name(), [place, ""])
-        with suppress(OSError):
-            Path(f"{module.__file__}.names.json").write_text(json.dumps(found))
-        return module
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Inside it a step has names in a trace."""
-        track = self.track
-        swapped = []
-        moved = lambda params: self.some(self.parameters.get(id(p), "") for p in params)  # noqa: E731
-        names = dict(
-            _all_gather=lambda args: f"all-gather {moved(args[0])}",
-            _reduce=lambda args: f"reduce {moved(args[2])}",
-        )
-        with self.step.watched(lambda phase, _: track.to(0, PHASES[phase])), ExitStack() as stack:
-            stack.callback(track.to, 0, None)
-            for name, says in names.items():
-                plain = getattr(simple_fsdp, name)
-                setattr(simple_fsdp, name, track.collective(plain, says))
-                stack.callback(setattr, simple_fsdp, name, plain)
-            # Where torch looks first, and no compiled code.
-            for name, module in self.shown_modules.items():
-                before = module._compiled_call_impl
-                module._compiled_call_impl = self.named(name, before or module._call_impl)
-                stack.callback(setattr, module, "_compiled_call_impl", before)
-            for module in PyCodeCache.modules:
-                if code := instrumented(module):
-                    module._track = track
-                    own = type(module.runner).call
-                    swapped.append((own, own.__code__))
-                    own.__code__ = code
-            stack.callback(lambda: [setattr(own, "__code__", code) for own, code in swapped])
-            yield
-
-    def named(self, name: str, call: Callable) -> Callable:
-        """A module's call in a range of its name, which its backward opens as well."""
-
-        def named(*args, **kwargs):
-            before = self.track.to(1, name)
-            out = call(*args, **kwargs)
-            self.track.to(1, before)
-            first = out[0] if isinstance(out, tuple) else out
-            if isinstance(first, torch.Tensor) and first.requires_grad and torch.is_grad_enabled():
-                first.register_hook(lambda grad: self.track.to(1, name) and None)
-            return out
-
-        return named
-
-
-def _call(method: str, *args) -> ast.Expr:
-    return ast.parse(f"_track.{method}({', '.join(map(repr, args))})").body[0]
-
-
-@functools.cache
-def instrumented(module: ModuleType) -> CodeType | None:
-    """The code of a generated module's `call` with ranges between its lines; None where nothing is noted about it."""
-    with suppress(OSError, ValueError, AttributeError, StopIteration):
-        noted = json.loads(Path(f"{module.__file__}.names.json").read_text())
-        tree = ast.parse(Path(module.__file__).read_text())
-        runner = next(
-            n
-            for n in tree.body
-            if isinstance(n, ast.ClassDef) and n.name == type(module.runner).__name__
-        )
-        call = next(n for n in runner.body if isinstance(n, ast.FunctionDef) and n.name == "call")
-        call.body = _with_ranges(call.body, noted)
-        todo = [compile(ast.fix_missing_locations(tree), module.__file__, "exec")]
-        for code in todo:
-            if code.co_name == "call" and code.co_varnames[:2] == ("self", "args"):
-                return code
-            todo += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return None
-
-
-def _with_ranges(body: list[ast.stmt], noted: dict[str, list[str]]) -> list[ast.stmt]:
-    made = []
-    for line in body:
-        if isinstance(line, ast.With):
-            line.body = _with_ranges(line.body, noted)
-        elif isinstance(line, ast.Return):
-            made.append(_call("to", 1, None))
-        elif isinstance(line, ast.Expr | ast.Assign):
-            text = ast.unparse(line)
-            found = [
-                noted[n.id] for n in ast.walk(line) if isinstance(n, ast.Name) and n.id in noted
-            ]
-            moves = re.search(r"(^|= )torch\.ops\._c10d_functional\.", text)
-            if moves and (what := next((what for _, what in found if what), "")):
-                waits = "wait for " * (".wait_tensor" in text)
-                made += [_call("to", 2, waits + what), line, _call("to", 2, None)]
-                continue
-            calls = isinstance(line.value, ast.Call) and not re.match(
-                r"assert_|buf\w+ = (empty|reinterpret)", text
-            )
-            if calls and (places := [place for place, _ in found if place]):
-                made.append(_call("to", 1, places[-1]))
-        made.append(line)
-    return made
+def _on_gradient(values: Any, function: Callable[[], None]) -> None:
+    """Calls `function` when backward has the gradient of the first of `values`."""
+    first = values[0] if isinstance(values, tuple) and values else values
+    if isinstance(first, torch.Tensor) and first.requires_grad and torch.is_grad_enabled():
+        first.register_hook(lambda grad: function())
