@@ -401,11 +401,13 @@ class Run:
         self.saved = self.state.step
 
     def _explain(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        """The step, with what its memory consists of in `explanation`, and as a figure beside the steps' file."""
-        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets, **inputs)
+        """The step, with what its memory consists of in `explanation`; on CUDA also a snapshot beside the steps' file,
+        which pytorch.org/memory_viz draws."""
         file = self.sinks.steps
+        snapshot = str(file.with_suffix(".memory.pickle")) if file else None
+        how = dict(snapshot=snapshot) | inputs
+        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets, **how)
         self.explanation = timeline.lines(found, notes, self.explained + 1)
-        self.explanation += timeline.drawn(found, str(file.with_suffix(".memory"))) if file else []
         return loss
 
     def norms(self, params: list, grads: list) -> None:

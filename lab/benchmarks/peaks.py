@@ -112,7 +112,7 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
     except ValueError as e:
         flags.fail(str(e), 0)
     with published() if own.published else nullcontext():
-        c, timeline, meter = peak.run(argparse.Namespace(**vars(own), kernels=0, plot=None), c)
+        c, timeline, meter = peak.run(argparse.Namespace(**vars(own), kernels=0), c)
     append_jsonl(c.results, row(own, c, timeline, meter))
     return 0
 

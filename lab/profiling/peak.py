@@ -1,7 +1,7 @@
 """Peak memory of a training step from the code that the compiler generates: any setting, any number of ranks, no GPU.
 
     python -m lab.profiling.peak --world 8 --remat both --loss chunked     # the flags of main.py
-    python -m lab.profiling.peak --wrapper fsdp2 --compile none --plot peak.png
+    python -m lab.profiling.peak --wrapper fsdp2 --compile none
 
 A step runs on tensors that have no memory, and every storage is counted from its birth to its death, as CUDA's
 allocator would: sizes rounded up to 512 bytes, the inputs of a collective held until it is waited for. Compiled parts
@@ -36,9 +36,6 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
         metavar="INT",
         help="list so many of the largest operations",
     )
-    _parser.add_argument(
-        "--plot", metavar="FILE", help="draw memory over the step, coloured by piece"
-    )
     OWN, CONFIG = parse_tool(_parser, gpu=True)
 
 import torch
@@ -56,7 +53,6 @@ from trainer.measuring.timeline import (
     Event,
     Timeline,
     before,
-    draw,
     lines,
     mib,
     moved,
@@ -240,7 +236,7 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
 
         with step.watched(note), meter.metering():
             step(tokens, tokens)
-    return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c, world)), meter
+    return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c)), meter
 
 
 def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
@@ -259,19 +255,9 @@ def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     return text
 
 
-def try_plot(path: str) -> None:
-    """Writes an empty figure. ValueError, one line, where that fails."""
-    try:
-        from matplotlib.figure import Figure
-
-        Figure().savefig(path)
-    except (ImportError, OSError, ValueError) as e:
-        raise ValueError(f"--plot {path}: {e}; name a .png or .svg in a folder that exists") from e
-
-
 def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timeline, Meter]:
-    """What the flags of a command ask for: they, resolved, and what was found. Prints the report, and draws it with
-    --plot. Bad flags, or no Triton: SystemExit(2)."""
+    """What the flags of a command ask for: they, resolved, and what was found. Prints the report. Bad flags, or no
+    Triton: SystemExit(2)."""
     arch = None if c.device == "cpu" else own.arch
     if arch and (reason := gpu_code.no_triton()):
         fail(reason, 0)
@@ -279,8 +265,6 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
         gpu_code.pretend(arch)
     dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
     try:
-        if own.plot:  # before a minute of work
-            try_plot(own.plot)
         c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
         timeline, meter = simulate(c, own.world, arch)
     except ValueError as e:
@@ -291,8 +275,6 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
     more = CUBLAS_MIB.get(arch, 0)
     allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
     print(f"simulated, not measured: {mib(top)} MiB{allowed}")
-    if own.plot:
-        draw(timeline, own.plot, "MiB, simulated")
     return c, timeline, meter
 
 

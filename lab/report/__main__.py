@@ -157,13 +157,7 @@ def draw(
     if name == "collectives":
         return plots.overlap(rows, folder)
     if name == "runs":
-        explained = [
-            Path(row["history"]).with_suffix(".memory.svg") for row in ours if row.get("history")
-        ]
-        return [
-            *filter(Path.is_file, explained),
-            *plots.bars(name, [(None, row, None) for row in ours], folder),
-        ]
+        return plots.bars(name, [(None, row, None) for row in ours], folder)
     if ours:
         return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
     return plots.axis(name, published.entries(name, rows, args.small), folder)

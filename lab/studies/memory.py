@@ -4,9 +4,9 @@
     python -m lab.studies.memory --size 2.7b --context 128 256 512 --device cuda
 
 Each row is of a process of its own, which runs one of these once to warm up and once under torch's profiler: the
-program names the moment of the peak, what memory holds there and its largest pieces, and draws the memory of the run,
-allocation by allocation, into --plots. mixed: weights in fp32, gathered and computed with in bf16 by simple_fsdp's
-MixedPrecisionPolicy; AdamW's moments are there only where a whole step is run.
+program names the moment of the peak, what memory holds there and its largest pieces. On CUDA it leaves a snapshot of
+the run in --plots, which pytorch.org/memory_viz draws, allocation by allocation. mixed: weights in fp32, gathered and
+computed with in bf16 by simple_fsdp's MixedPrecisionPolicy; AdamW's moments are there only where a whole step is run.
 
 By formula: the residual stream is 4 b T D bytes in fp32 (2 b T D mixed); weights, gradients and two moments in fp32
 take 16 bytes a parameter, which is what there is at the end of a step, at any context.
@@ -15,7 +15,6 @@ take 16 bytes a parameter, which is what there is at the end of a step, at any c
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -59,7 +58,7 @@ def settings(args) -> list[dict]:
 
 
 def measure(setting: dict, args) -> dict:
-    """The figures of a setting, from a new process, which also draws its memory."""
+    """The figures of a setting, from a new process."""
     folder = args.plots or args.results.parent / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     return on_ranks(
@@ -132,7 +131,7 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
     with part.model.blocks[0].register_forward_hook(
         lambda module, inputs, y: streams.append(y.nbytes)
     ):
-        _, found, _ = timeline.watch(told, part, tokens, targets)
+        _, found, _ = timeline.watch(told, part, tokens, targets, f"{stem}.pickle")
     top = found.peaks(1)[0]
     mib = 2**20
     row = dict(
@@ -146,7 +145,7 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
     )
     name, weight = max(part.model.named_parameters(), key=lambda each: each[1].numel())
     row |= dict(largest_weight=[name, round(weight.numel() * weight.element_size() / mib, 3)])
-    return row | dict(pictures=[Path(path).name for path in timeline.drawn(found, stem)])
+    return row
 
 
 def states(top: timeline.Peak) -> Iterator[tuple[str, int]]:
@@ -202,7 +201,7 @@ def told(c: dict) -> tuple[str, ...]:
 
 
 def figure(rows: list[dict], folder) -> list:
-    """Peak over context by part, in fp32; the picture of each run was drawn when it ran."""
+    """Peak over context by part, in fp32."""
     made = {}
     for row in rows:
         if row["setting"]["precision"] == "fp32":

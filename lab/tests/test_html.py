@@ -101,7 +101,7 @@ def opened(page, width=1280):
 
 def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_it_left(train, tmp_path):
     train("--log-every", 1)
-    done = train("--log-every", 1, "--report", "--profile", "memory")
+    done = train("--log-every", 1, "--report")
     [said] = [each for each in done.out.splitlines() if each.startswith("page ")]
     page = Path(said.split()[1])
     name = done.row["run"]
@@ -109,7 +109,7 @@ def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_
     assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "loss"]
     if PROGRAM:
         heads, rows, images = opened(page)
-        assert heads == ["runs", "loss"] and len(rows) == 2 and images == 3, "memory of a step, figures, the curve"
+        assert heads == ["runs", "loss"] and len(rows) == 2 and images == 2, "figures, the curve"
         assert name in rows[1]
     plain = train("--log-every", 1)
     results = plain.out.split("\nrow      ")[1].splitlines()[0]

@@ -186,7 +186,7 @@ def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed(tmp_path):
 
 def test_ddp_is_refused(capsys):
     dist.destroy_process_group()
-    own = argparse.Namespace(arch="sm_90", world=WORLD, kernels=0, plot=None)
+    own = argparse.Namespace(arch="sm_90", world=WORLD, kernels=0)
     with pytest.raises(SystemExit) as end:
         peak.run(own, flags.parse("--device cpu --wrapper ddp --compile none".split()))
     assert end.value.code == 2 and "--wrapper ddp: its reducer needs memory" in one_line(capsys.readouterr().err)
@@ -195,10 +195,3 @@ def test_ddp_is_refused(capsys):
 def test_what_is_no_setting_of_a_gpu_is_refused_in_one_line():
     done = module("lab.profiling.peak", "--attn", "flash", "--param-dtype", "fp32")
     assert done.code == 2 and "--attn flash" in one_line(done.err)
-
-
-def test_a_plot_says_that_it_is_simulated(tmp_path):
-    pytest.importorskip("matplotlib")
-    argv = "--device cpu --compile none --depth 1 --width 64 --grouping 1 --seqlen 32 --plot".split()
-    done = module("lab.profiling.peak", *argv, str(tmp_path / "a.svg"))
-    assert done.code == 0 and "MiB, simulated" in (tmp_path / "a.svg").read_text(), done.err

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import Namespace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -114,11 +113,8 @@ def test_memory_names_the_moment_of_the_peak(context, moment, isolated, one_thre
         assert row["peak_mib"] * 2**20 < 1.05 * row["state_bytes"]
     else:
         assert row["largest"][0][:2] == [1, round(4 * 4 * context * study.VOCAB / 2**20, 3)]
-        assert row["largest"][0][2].startswith("[B,T,V] fp32")
+        assert row["largest"][0][2].startswith(f"[{4 * context},{study.VOCAB}] fp32; logits; ")
     assert row["largest_weight"] == ["emb.weight", round(4 * 64 * study.VOCAB / 2**20, 3)]
-    if find_spec("matplotlib"):
-        assert row["pictures"] == ["memory.svg", "memory.png"]
-        assert all((tmp_path / name).stat().st_size > 1000 for name in row["pictures"])
 
 
 def test_a_forward_for_inference_keeps_nothing_and_none_of_them_holds_moments(isolated, one_thread, tmp_path):
@@ -136,7 +132,7 @@ def test_a_forward_for_inference_keeps_nothing_and_none_of_them_holds_moments(is
 def test_mixed_precision_halves_the_residual_stream(isolated, args):
     c = dict(size="tiny", batch=2, context=8, precision="mixed", part="forward")
     row = memory.measure(c, args)
-    assert row["residual_bytes"] == 2 * 2 * 8 * 64 and (args.results.parent / "plots" / row["pictures"][0]).exists()
+    assert row["residual_bytes"] == 2 * 2 * 8 * 64
 
 
 def test_tables_stand_beside_what_is_not_measured_here(args):

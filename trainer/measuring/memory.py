@@ -13,7 +13,8 @@ import pickle
 import re
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -113,6 +114,23 @@ def out_of_memory(error: BaseException) -> bool:
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or bool(told) or (error.__cause__ is not None and out_of_memory(error.__cause__))
+
+
+@contextmanager
+def recorded(path: str) -> Iterator[list[str]]:
+    """Writes what CUDA's allocator does inside to `path`, which pytorch.org/memory_viz draws. Yields a list, to which
+    the path is added at the end, or a line that says why it was not written."""
+    lines = []
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+    try:
+        yield lines
+        try:
+            dump_snapshot(path)
+            lines.append(path)
+        except OSError as error:
+            lines.append(f"no snapshot of memory: {error}")
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def dump_snapshot(path: str) -> None:

@@ -1,4 +1,4 @@
-"""`--profile memory`: what the peaks of memory in one step consist of, from the allocator's events to blocks and words.
+"""`--profile memory`: what the peaks of memory in one step consist of.
 
     loss, timeline, notes = watch(config, step, tokens, targets)      # runs the step
     print(*lines(timeline, notes), sep="\\n")
@@ -19,14 +19,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -34,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainer.attention import DTYPES
 from trainer.config import Config
 from trainer.distributed.terminal import grouped
+from trainer.measuring.memory import recorded
 from trainer.optimizer import local
 from trainer.step import OneGraph, Step
 
@@ -50,14 +49,11 @@ PIECES = (
 )
 PARAMETERS, MOMENTS, OTHER, SAVED, WEIGHTS, LOGITS, GRADIENTS, WORKSPACE = PIECES
 MARK = "memory: "
-MODULE = "module: "
-GRAPH = "## Call CompiledFxGraph"
 NODE = "autograd::engine::evaluate_function: "
-AROUND = (
+AROUND = (  # ranges that are no operation
     MARK,
-    MODULE,
-    GRAPH,
     NODE,
+    "## Call CompiledFxGraph",
     "TorchDynamo",
     "Torch-Compiled",
     "AOTDispatcher",
@@ -74,8 +70,8 @@ class Event(NamedTuple):
     time: int  # ns
     ptr: int
     nbytes: int  # > 0: allocated; < 0: freed; 0: read
-    where: str = ""  # the op and the module, in words
-    piece: str = ""  # one of PIECES, if the op tells
+    where: str = ""  # the op
+    piece: str = ""  # one of PIECES, if the op shows which
     shape: tuple[int, ...] = ()
     dtype: str = ""
 
@@ -105,9 +101,10 @@ class Peak(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a model's tensors are called, by their sizes."""
+    """What tells logits from other blocks."""
 
-    names: tuple[tuple[str, int, str], ...] = ()  # (name, elements, dtype), the likeliest first
+    elements: tuple[int, ...] = ()  # of the logits of a micro-batch, or of a chunk
+    dtypes: tuple[str, ...] = ()
     vocab: int = 0
     rounded: bool = False  # the allocator rounds sizes up, as CUDA's does
 
@@ -117,24 +114,17 @@ class Sizes(NamedTuple):
         most = 0 if not self.rounded else 511 if nbytes <= 2**20 else 2**20 + 511
         return dtype in DTYPES and 0 <= nbytes - elements * DTYPES[dtype].itemsize <= most
 
-    def of(self, b: Block) -> list[str]:
-        """Every name that fits the bytes of a block and, where an op has shown it, its dtype."""
-        return [
-            f"{n} {d}" for n, e, d in self.names if b.dtype in ("", d) and self.fit(b.nbytes, e, d)
-        ]
-
-    def name(self, b: Block) -> str:
-        return " or ".join(self.of(b)) or (
-            f"{[*b.shape]} {b.dtype}".replace(", ", ",") if b.shape else ""
-        )
-
     def logits(self, b: Block) -> bool:
-        return any(",V]" in name for name in self.of(b)) and (not b.shape or self.vocab in b.shape)
+        dtypes = [b.dtype] if b.dtype else self.dtypes
+        large = any(
+            self.fit(b.nbytes, n, d) for n in self.elements for d in dtypes if d in self.dtypes
+        )
+        return large and (not b.shape or self.vocab in b.shape)
 
 
 class Timeline:
     """The blocks, levels and peaks of one step. events: in any order. marks: (ns, phase), in order, for the begin of
-    each phase ("fwd", "bwd", "step"), or none. base: {piece: bytes} alive before it. sizes: names of blocks."""
+    each phase ("fwd", "bwd", "step"), or none. base: {piece: bytes} alive before it. sizes: of logits."""
 
     def __init__(
         self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes
@@ -156,7 +146,7 @@ class Timeline:
                     old.died = i
                     old.freed = "unseen"
                     self.unseen = self.unseen + 1
-                live[e.ptr] = Block(e.nbytes, i, self.place(i))
+                live[e.ptr] = Block(e.nbytes, i, self.place(i), claims={e.piece} - {""})
                 self.blocks.append(live[e.ptr])
             elif e.nbytes < 0 and e.ptr in live:
                 b = live.pop(e.ptr)
@@ -187,8 +177,7 @@ class Timeline:
         # Other reductions: of labels, of the norm.
         if GRADIENTS in b.claims and phase in ("bwd", ""):
             return GRADIENTS
-        # simple_fsdp.py's, in eager forward.
-        if WEIGHTS in b.claims or re.search(r" in _(Gather|Begin|End)(,|$)", b.where):
+        if WEIGHTS in b.claims:
             return WEIGHTS
         if self.sizes.logits(b):
             return LOGITS
@@ -247,14 +236,13 @@ def mib(nbytes: int) -> str:
 
 
 def largest(timeline: Timeline, most: int = 10) -> list[tuple[int, int, str]]:
-    """(how many, bytes of each, name by size; piece; allocated -> freed) of the `most` largest buffers at the highest
-    peak, where the same buffer in every block of the model is one entry."""
+    """(how many, bytes of each, shape, if an op shows it; piece; allocated -> freed) of the `most` largest buffers at
+    the highest peak. Equal ones are one entry, and so is the same buffer in every block of the model."""
     rows = Counter()
     for b in timeline.alive(timeline.peaks(1)[0].index) if timeline.levels() else ():
         born, freed = (re.sub(r"\.\d+\b", ".*", place) for place in (b.where, b.freed))
-        rows[
-            b.nbytes, f"{timeline.sizes.name(b) or '(no name fits)'}; {b.piece}; {born} -> {freed}"
-        ] += 1
+        shape = f"{[*b.shape]} {b.dtype}; ".replace(", ", ",") if b.shape else ""
+        rows[b.nbytes, f"{shape}{b.piece}; {born} -> {freed}"] += 1
     return [
         (n, size, text)
         for (size, text), n in sorted(rows.items(), key=lambda row: -row[0][0])[:most]
@@ -273,7 +261,7 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
             if size >= 0.05 * 2**20
         ]
     text.append(
-        "largest buffers at the first peak, MiB each: name by size; piece; allocated -> freed"
+        "largest buffers at the first peak, MiB each: shape, if known; piece; allocated -> freed"
     )
     text += [f"   {n:>3} x {mib(size):>8}  {what}" for n, size, what in largest(timeline)]
     if timeline.unknown:
@@ -285,97 +273,21 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
         text.append(
             f"{timeline.unseen} blocks were freed unseen: they count until their address is given out again"
         )
-    if double := sum(
-        b.nbytes for b in timeline.blocks if b.piece == LOGITS and len(timeline.sizes.of(b)) > 1
-    ):
-        text.append(
-            f"logits: {mib(double)} MiB of them, over the whole step, fit another name by their size as well"
-        )
     return [*text, *notes]
 
 
-def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
-    """Memory over the events of the step, a band per piece, for a column of a paper. Needs matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    n = len(timeline.events)
-    bands = {}
-    for piece in PIECES:
-        change = [timeline.base.get(piece, 0)] + [0] * n
-        for b in timeline.blocks if piece != OTHER else ():
-            if b.piece == piece:
-                change[b.born] += b.nbytes
-                change[min(n, b.died)] -= b.nbytes
-        if any(change):
-            bands[piece] = [size / 2**20 for size in accumulate(change[:n])]
-    how = {
-        "font.size": 8,
-        "legend.fontsize": 7,
-        "hatch.linewidth": 0.4,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "a",
-    }
-    with matplotlib.rc_context(how):
-        plot = Figure(figsize=(3.4, 3.1 + 0.08 * len(bands)), layout="constrained")
-        ax = plot.subplots()
-        for i, area in enumerate(
-            ax.stackplot(range(n), *bands.values(), labels=bands, step="post")
-        ):
-            grey = ("0.3", "0.75", "0.5", "0.95")[i % 4]
-            hatch = ("", "....", "////", "xxxx")[(i + i // 4) % 4]
-            area.set(
-                facecolor=grey,
-                hatch=hatch,
-                edgecolor="white" if grey < "0.4" else "0.1",
-                linewidth=0.2,
-            )
-        ax.set(
-            xlabel="allocations and frees of one step, in order",
-            ylabel=label,
-            xlim=(0, max(1, n - 1)),
-        )
-        for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
-            ax.axvline(start, color="black", linewidth=0.7, linestyle=":")
-            words = dict(fwd="forward", bwd="backward", step="optimizer")[phase]
-            ax.annotate(
-                words, (start, 1), (1, 2), ax.get_xaxis_transform(), "offset points", fontsize=7
-            )
-        plot.legend(loc="outside lower center", ncols=2)
-        plot.savefig(path, dpi=300, metadata={"Date": None} if path.endswith(".svg") else {})
+def _where(names: list[str], following: str) -> str:
+    """The outermost op around an event, or the one that starts after it, or nothing. names: the ranges around it."""
+    op = next((n for n in names if "::" in n and not n.startswith(AROUND)), "")
+    return op or (f"before {following}" if following else "")
 
 
-def drawn(timeline: Timeline, stem: str) -> list[str]:
-    """STEM.svg and STEM.png, written; or a line that says why not. Ends no run."""
-    try:
-        for path in (paths := [f"{stem}.svg", f"{stem}.png"]):
-            draw(timeline, path)
-        return paths
-    except Exception as e:  # no matplotlib, a full disk
-        return [f"no figure of memory: {e}"]
-
-
-def _where(names: list[str], following: str, module: str) -> str:
-    """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
-    node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
-    own = [n for n in names if not n.startswith(AROUND) and n != node]
-    # The latter an autograd.Function of Python.
-    inside = node or next((n for n in own if "::" not in n), "")
-    if any(n.startswith(GRAPH) for n in names):
-        inside = "compiled backward" if node else "compiled code"
-    op = next((n for n in own if "::" in n), f"before {following}" if following else "")
-    place = f"{op} in {inside}" if op and inside else op or f"end of {inside or 'the step'}"
-    return f"{place}, {module}" if module else place
-
-
-def _label(e) -> str:
-    """The name of an op; of a matrix product with its shapes, which in compiled code tell which product it is."""
-    if e.name not in ("aten::mm", "aten::addmm"):
-        return e.name
-    shapes = [
-        [*t.sizes] for t in e.typed[1].inputs if isinstance(t, _TensorMetadata) and len(t.sizes) > 1
-    ]
-    return f"{e.name} " + " ".join(str(shape).replace(" ", "") for shape in shapes[:2])
+def _gathers(names: list[str]) -> bool:
+    """Whether the ranges around an event are of simple_fsdp.py's autograd functions in eager forward."""
+    functions = [n for n in names if "::" not in n and not n.startswith(AROUND)]
+    return functions[:1] in (["_Gather"], ["_Begin"], ["_End"]) and not any(
+        n.startswith(NODE) for n in names
+    )
 
 
 def moved(op: str) -> str:
@@ -415,39 +327,28 @@ def read(
     """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
     events = []
     marks = []
-    modules = {}  # sequence number of an autograd node -> its module
 
-    def walk(siblings: list, names: list[str], module: str) -> None:
+    def walk(siblings: list, names: list[str]) -> None:
         following = ""
         after = []
         for e in reversed(siblings):
             after.append(following)
             if e.tag == _EventType.TorchOp and not e.name.startswith(AROUND):
-                following = _label(e)
+                following = e.name
         for e, following in zip(siblings, reversed(after), strict=True):
             if e.tag == _EventType.Allocation:
                 a = e.typed[1]
                 if a.device.type == device:
-                    events.append(
-                        Event(
-                            e.start_time_ns, a.ptr, a.alloc_size, _where(names, following, module)
-                        )
-                    )
+                    where = _where(names, following)
+                    piece = WEIGHTS if _gathers(names) else ""
+                    events.append(Event(e.start_time_ns, a.ptr, a.alloc_size, where, piece))
             elif e.tag == _EventType.TorchOp:
-                number = e.typed[1].sequence_number
-                own = module
                 if e.name.startswith(MARK):
                     marks.append((e.start_time_ns, e.name.removeprefix(MARK)))
-                if e.name.startswith(MODULE):
-                    own = e.name.removeprefix(MODULE)
-                elif e.name.startswith(NODE):
-                    own = modules.get(number, module)
-                elif module and not any(n.startswith(NODE) for n in names):
-                    modules[number] = module
                 events.extend(_reads(e, shapes))
-                walk(e.children, [*names, _label(e)], own)
+                walk(e.children, [*names, e.name])
 
-    walk(sorted(roots, key=lambda e: e.start_time_ns), [], "")
+    walk(sorted(roots, key=lambda e: e.start_time_ns), [])
     return events, sorted(marks)
 
 
@@ -457,10 +358,9 @@ def _mark(name: str) -> None:
 
 
 @contextmanager
-def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
-    """Marks the phases of a step, and an eager one's modules. Yields {address: bytes} of the gradients at each mark."""
+def _observed(step: Step) -> Iterator[list[dict[int, int]]]:
+    """Marks the phases of a step. Yields {address: bytes} of the gradients at each mark."""
     seen = []
-    ranges = []
 
     def note(phase: str, grads: list[Tensor]) -> None:
         if phase != "reduce":  # which belongs to backward
@@ -470,47 +370,22 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
             storages = [g.untyped_storage() for g in grads]
             seen.append({s.data_ptr(): s.nbytes() for s in storages})
 
-    def enter(name: str, *_) -> None:  # a forward hook gets the module and its inputs as well
-        ranges.append(record_function(MODULE + name))
-        ranges[-1].__enter__()
-
-    with ExitStack() as stack:
-        if not isinstance(step, OneGraph):
-            _mark("fwd")
-        # Not in the model: compiled code has guards on what it reads of it.
-        stack.enter_context(step.watched(note))
-        for name, m in step.model.named_modules() if modules else ():
-            stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
-            leave = m.register_forward_hook(
-                lambda *_: ranges.pop().__exit__(None, None, None), always_call=True
-            )
-            stack.enter_context(leave)
+    if not isinstance(step, OneGraph):
+        _mark("fwd")
+    with step.watched(note):
         yield seen
 
 
-def sizes_of(c: Config, world: int) -> Sizes:
-    """The names of tensors for resolved flags: logits, activations of a micro-batch, parameters and their shards on
-    `world` ranks. B sequences, T tokens, D width, V vocabulary, C tokens of a chunk of the loss."""
+def sizes_of(c: Config) -> Sizes:
+    """Of resolved flags."""
     tokens = c.batch * c.seqlen
-    D = c.width
-    V = c.vocab
-    kv = c.width // c.grouping
-    rows = {"[B,T,V]": tokens}
+    rows = {tokens}
     if c.loss == "chunked":
-        rows = {"[C,V]": min(c.chunk, tokens), "[last C,V]": tokens % c.chunk}
-    elements = {name: n * V for name, n in rows.items() if n}
-    elements |= {"[B,T,D]": tokens * D, f"[B,T,{c.grow}D]": tokens * c.grow * D}
-    weights = {"[V,D]": V * D, "[D,D]": D * D, f"[{c.grow}D,D]": c.grow * D * D}
-    if c.grouping > 1:
-        elements[f"[B,T,D/{c.grouping}]"] = tokens * kv
-        weights[f"[D/{c.grouping},D]"] = kv * D
-    elements |= weights
-    if world > 1:
-        elements |= {f"{name}/{world}": -(-n // world) for name, n in weights.items()}
-    dtypes = dict.fromkeys((c.param_dtype, "fp32"))
+        rows = {min(c.chunk, tokens), tokens % c.chunk} - {0}
     return Sizes(
-        tuple((name, n, d) for name, n in elements.items() for d in dtypes),
-        V,
+        tuple(n * c.vocab for n in rows),
+        (c.param_dtype, "fp32"),
+        c.vocab,
         rounded=c.device == "cuda",
     )
 
@@ -545,17 +420,22 @@ def before(
 
 
 def watch(
-    c: Config, step: Step, tokens: Tensor, targets: Tensor
+    c: Config, step: Step, tokens: Tensor, targets: Tensor, snapshot: str | None = None
 ) -> tuple[Tensor, Timeline, list[str]]:
-    """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know)."""
+    """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know).
+    snapshot: where a step on CUDA leaves what its allocator did, a path that the notes end with."""
     base, known = before(step, tokens, targets)
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats(tokens.device)
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
-    ) as profiler:
-        with _observed(step, modules=c.compile == "none") as seen:
-            loss = step(tokens, targets)
+    record = recorded(snapshot) if snapshot and tokens.is_cuda else nullcontext([])
+    with (
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
+        ) as profiler,
+        record as written,
+        _observed(step) as seen,
+    ):
+        loss = step(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(
         profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes
@@ -567,7 +447,6 @@ def watch(
     base[GRADIENTS] = kept
     phases = [m for m in marks if m[1] != GRADIENTS]
     phases = [m for i, m in enumerate(phases) if not i or m[1] != phases[i - 1][1]]
-    world = dist.get_world_size() if dist.is_initialized() else 1
     notes = [
         "a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA",
         "a CPU's allocator does not report frees of what was there before the step",
@@ -578,9 +457,11 @@ def watch(
         notes = [
             f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"
         ]
+    if c.vocab in (c.width, c.grow * c.width):
+        notes.append("--vocab is a width of activations here: those count as logits")
     if not phases:
         notes.append(
             "one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
             "that no collective reads; both are workspace"
         )
-    return loss, Timeline(events, phases, base, sizes_of(c, world)), notes
+    return loss, Timeline(events, phases, base, sizes_of(c)), notes + written
