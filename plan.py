@@ -4,8 +4,6 @@
     python plan.py --hf Qwen2.5-7B/ --gpus 8 --batch 2 --remat block       # a Hugging Face config.json
     python plan.py --gpus 8 --nodes 2 --best                               # the fastest plan that fits
     python plan.py --gpus 8 --what-if seqlen 2048 4096 8192
-    python plan.py --calibrate results/h100.jsonl                          # constants from your own rows
-    python plan.py --gpu cpu --calibrate results/exposed.jsonl             # steps at four speeds of simulated links
 
 Peak memory is a closed form, held against the memory of generated code; time is a roofline with two streams
 (docs/PLANNER.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
@@ -17,7 +15,7 @@ import sys
 from dataclasses import replace
 from typing import get_type_hints
 
-from lab.planning import hardware, report, search
+from lab.planning import report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
 from trainer.distributed.command_line import explain
@@ -102,8 +100,6 @@ def main(argv: list[str]) -> int:
     try:
         if problem := two_questions(own, words):
             raise ValueError(problem)
-        if own.calibrate:
-            return report.calibrated(own.calibrate, hardware.gpu(own.gpu))
         q = question(own, words)
         if own.exact:
             return exact(own, q, words)

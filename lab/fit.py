@@ -148,7 +148,7 @@ def question(own: Fit, c: config.Config, runs: bool) -> search.Question | None:
     """What the planner is asked, of resolved flags. A model that it does not know: None and a line if there are runs,
     else ValueError."""
     on_cpu = c.device == "cpu"
-    gpu = hardware.gpu("cpu" if on_cpu else own.gpu)
+    gpu = hardware.gpu(own.gpu)
     gpu = gpu._replace(arch="cpu") if on_cpu else hardware.field(gpu, c.compile == "none")
     try:
         a = read(own.model)

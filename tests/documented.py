@@ -28,9 +28,8 @@ OF_LAUNCH = dict(run="main.py", profile="main.py", sweep="-m lab.sweeps.sweep", 
                  gpu="-m lab.benchmarks.verify", studies="-m lab.studies")  # fmt: skip
 UNREAD = {"test", "install", "--help"}  # commands of launch.sh without flags of a program
 # Programs that have no flags of main.py.
-ALONE = ("lab.report", "lab.studies", "lab.benchmarks.plans",
-         "lab.benchmarks.planner", "lab.benchmarks.verify", "trainer.checkpoint.export", "trainer.finetuning.export",
-         "tests/soak.py")  # fmt: skip
+ALONE = ("lab.report", "lab.studies", "lab.benchmarks.planner", "lab.benchmarks.verify", "trainer.checkpoint.export",
+         "trainer.finetuning.export", "tests/soak.py")  # fmt: skip
 OWN_LIST = re.compile(r"A file of your own, here `([^`]+)`.*?```text\n(.*?)```", re.DOTALL)
 
 
@@ -126,11 +125,9 @@ class NoTorch:
 def refusals(asked: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
     """(page, command, reason). Ends what else this process could do: it can import torch no more."""
     from trainer import config
-    from trainer.distributed import command_line
     from trainer.finetuning import config as finetuning
 
     parse = config.parse
-    parse_beside = command_line.parse_beside
     of_models = finetuning.parse
 
     def parse_and_end(*args, **kwargs):
@@ -143,14 +140,7 @@ def refusals(asked: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
         of_models(*args, **kwargs)
         raise Read
 
-    def parse_beside_and_end(*args, **kwargs):
-        found = parse_beside(*args, **kwargs)
-        if "--calibrate" in sys.argv:  # plan.py, which reads rows then, and no flags of main.py
-            raise Read
-        return found
-
     config.parse = parse_and_end
-    command_line.parse_beside = parse_beside_and_end
     finetuning.parse = parse_of_models_and_end
     sys.meta_path.insert(0, NoTorch)
     found = []

@@ -23,7 +23,7 @@ from fixtures import outcome
 from running import ROOT, TINY, fails, ran
 
 import plan
-from lab.planning import architecture, hardware
+from lab.planning import architecture
 from lab.planning.search import Plan
 from lab.report import history
 from trainer import checks
@@ -338,7 +338,6 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
 READERS = {  # what opens a file that a flag or a folder names
     "--link": lambda path: measured(f"measured:{path}"),
     "--hf": architecture.read,
-    "--calibrate": lambda path: hardware.samples(path, "cpu"),
     "--template": lambda path: templates._template_of(path, None),
     "--results": check_writable,
     "a lock of --save": lambda path: lock._read(path),

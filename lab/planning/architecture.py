@@ -20,12 +20,11 @@ from trainer import costs
 from trainer.distributed.terminal import regular
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
-LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
 MOST_BLOCKS = 2000  # so that an answer takes no minutes
 WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
-# block sees all keys; the others of the classes' own defaults where a config.json may leave out the key.
+# block sees all keys; defaults: of the class in transformers, for keys that a config.json may leave out.
 KINDS = {
     "llama": {},
     "mistral": {},
@@ -36,10 +35,6 @@ KINDS = {
     "olmo2": dict(qk_norms="whole"),
     "mixtral": dict(experts=True),
     "qwen3_moe": dict(experts=True, qk_norms="head"),
-    "gpt_oss": dict(
-        experts=True, every=2, defaults=dict(attention_bias=True, head_dim=64, sliding_window=128)
-    ),
-    "deepseek_v3": dict(experts=True, needed=LATENT),
     "gemma2": dict(norms=4, tied=True, every=2, defaults=dict(head_dim=256)),
     "gemma3_text": dict(
         norms=4,
@@ -80,14 +75,10 @@ class Architecture:
     final_norm: int = 0
     experts: int = 0
     active: int = 0
-    # Of a mixture of experts: blocks that have an MLP of width dense_hidden instead.
-    dense_blocks: int = 0
-    dense_hidden: int = 0
     window: int = 0
     every: int = 0
-    shared: int = 0  # of a mixture of experts: hidden width of those that all tokens pass
     # (rows, columns) of attention's matrices, if not the usual four.
-    latent: tuple[tuple[int, int], ...] = ()
+    counted: tuple[tuple[int, int], ...] = ()
     stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
     note: str = ""
 
@@ -97,28 +88,22 @@ class Architecture:
         D = self.width
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        return self.latent or ((q, D), (kv, D), (kv, D), (D, q))
+        return self.counted or ((q, D), (kv, D), (kv, D), (D, q))
 
     @property
     def attention_parameters(self) -> int:
         """Of those matrices."""
         return sum(m * n for m, n in self.attention_shapes)
 
-    def mlp_parameters(self, experts: int, hidden: int) -> int:
-        """Of the products of one MLP, or of so many experts, those that all tokens pass, and the router [E, D]."""
-        matrices = (2 + self.gated) * self.width
-        if not experts:
-            return matrices * hidden
-        return matrices * (experts * hidden + self.shared) + self.experts * self.width
+    def _block(self, experts: int) -> int:
+        """Parameters of a block: of one MLP, or of so many experts and the router [E, D]."""
+        mlp = (2 + self.gated) * self.width * self.hidden * max(experts, 1)
+        router = self.experts * self.width
+        return self.attention_parameters + self.biases + self.norms + mlp + router
 
     def _total(self, experts: int) -> int:
         ends = self.width * self.vocab * (1 if self.tied else 2) + self.final_norm
-        each = self.attention_parameters + self.biases + self.norms
-        sparse = self.depth - self.dense_blocks
-        mlps = sparse * self.mlp_parameters(experts, self.hidden)
-        if self.dense_blocks:
-            mlps += self.dense_blocks * self.mlp_parameters(0, self.dense_hidden)
-        return ends + self.depth * each + mlps
+        return ends + self.depth * self._block(experts)
 
     @property
     def parameters(self) -> int:
@@ -132,13 +117,8 @@ class Architecture:
 
     @property
     def block_parameters(self) -> int:
-        """Of the largest block, which is what one all-gather of a block brings."""
-        return (
-            self.attention_parameters
-            + self.biases
-            + self.norms
-            + self.mlp_parameters(self.experts, self.hidden)
-        )
+        """Of one block, which is what one all-gather of a block brings."""
+        return self._block(self.experts)
 
     @property
     def products(self) -> Counter:
@@ -151,27 +131,18 @@ class Architecture:
         return self._products(0 if self.experts else 1)
 
     def _products(self, mlps_of_a_block: int) -> Counter:
-        D = self.width
-        sparse = self.depth - self.dense_blocks
+        D, F = self.width, self.hidden
         found: Counter = Counter()
         for shape in self.attention_shapes:
             found[shape] += self.depth
-        mlps = (
-            (self.hidden, sparse * mlps_of_a_block),
-            (self.shared, sparse),
-            (self.dense_hidden, self.dense_blocks),
-        )
-        for hidden, count in mlps:
-            found[hidden, D] += (1 + self.gated) * count
-            found[D, hidden] += count
-        return Counter({shape: count for shape, count in found.items() if count and min(shape)})
+        found[F, D] += (1 + self.gated) * self.depth * mlps_of_a_block
+        found[D, F] += self.depth * mlps_of_a_block
+        return +found
 
     @property
     def hidden_matrices(self) -> Counter:
         """Those and the routers: what --optimizer muon gives to Muon."""
-        routers = (
-            {(self.experts, self.width): self.depth - self.dense_blocks} if self.experts else {}
-        )
+        routers = {(self.experts, self.width): self.depth} if self.experts else {}
         return self.products + Counter(routers)
 
     @property
@@ -262,20 +233,17 @@ def architecture(config: dict, name: str = "model") -> Architecture:
         config = config["text_config"]
         note = "the text part alone: what sees is left out"
         kind = f"{kind}_text"
-    if kind not in KINDS:
+    # Blocks of two kinds, with experts and without.
+    mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step") not in (None, 1)
+    if kind not in KINDS or mixed:
         return built(config, name)
     own = KINDS[kind]
     config = own.get("defaults", {}) | {
         key: value for key, value in config.items() if value is not None
     }
-    experts_key = "n_routed_experts" if kind == "deepseek_v3" else "num_local_experts"
-    experts_key = "num_experts" if "num_experts" in config else experts_key
-    inner = "moe_intermediate_size" if kind in ("qwen3_moe", "deepseek_v3") else "intermediate_size"
-    needed = (
-        NEEDED
-        + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner]
-        + own.get("needed", [])
-    )
+    experts_key = "num_experts" if "num_experts" in config else "num_local_experts"
+    inner = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    needed = NEEDED + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner]
     if missing := [key for key in dict.fromkeys(needed) if key not in config]:
         raise ValueError(
             f"{', '.join(missing)} missing; add {'it' if len(missing) == 1 else 'them'} to config.json"
@@ -294,28 +262,12 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     biases += 2 * F + D if config.get("mlp_bias") and kind == "llama" else 0
     more = {}
     if own.get("experts"):
-        E, active, F1 = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
+        E, active, F = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
         if active > E:
             raise ValueError(
                 f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts"
             )
-        dense = 0
-        more = dict(experts=E, active=active, dense_hidden=F)
-        if kind == "qwen3_moe":
-            plain = config.get("mlp_only_layers") or []
-            step = size(config, "decoder_sparse_step", 1)
-            dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
-        if kind == "deepseek_v3":
-            dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
-            more |= dict(
-                shared=F1 * size(config, "n_shared_experts", 0, least=0),
-                latent=latent_attention(config, D, H),
-            )
-            norms += size(config, "q_lora_rank") + size(config, "kv_lora_rank")
-        if kind == "gpt_oss":
-            biases += H + E + E * (2 * F1 + D)
-        F = F1
-        more["dense_blocks"] = dense
+        more = dict(experts=E, active=active)
     if "every" in own:
         more |= dict(
             window=size(config, "sliding_window", 4096, least=0),
@@ -353,12 +305,6 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
     if key == "num_hidden_layers" and value > MOST_BLOCKS:
         raise ValueError(f"{key} {value}: more than {MOST_BLOCKS} blocks are not planned")
     return value
-
-
-def latent_attention(config: dict, D: int, H: int) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of the matrices of DeepSeek's attention over a compressed cache."""
-    q, kv, nope, rope, v = (size(config, key) for key in LATENT)
-    return (q, D), (H * (nope + rope), q), (kv + rope, D), (H * (nope + v), kv), (D, H * v)
 
 
 def built(config: dict, name: str) -> Architecture:
@@ -427,7 +373,7 @@ def counted(model, text, name: str, note: str) -> Architecture:
         tied=table is head,
         experts=E if spread else 0,
         active=active if spread else 0,
-        latent=((max(attention // D, 1), D),),
+        counted=((max(attention // D, 1), D),),
         note=note,
     )
     return replace(a, final_norm=sum(p.numel() for p in model.parameters()) - a.parameters)

@@ -3,11 +3,10 @@
 from lab.planning import hardware, search
 from lab.planning.schedule import Step
 from lab.planning.search import Answer, Cell, Question
-from lab.planning.step_time import Gpu
 from trainer.costs import muon
-from trainer.distributed.terminal import grouped, put
+from trainer.distributed.terminal import grouped
 
-# Percent, percent, rows of all drawn settings: see lab.benchmarks.plans.PEAKS.
+# Percent, percent, rows of all drawn settings: see lab.benchmarks.planner.PEAKS.
 PEAK_ERROR = 0.01, 1.9, 67
 GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
 RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl
@@ -287,24 +286,3 @@ def peak_error(q: Question) -> str:
         f"peak: predicted; beside generated code of {rows} drawn settings of the reference transformer it was off by "
         f"{median:.2f} % (median), {worst:.1f} % (worst). --exact simulates it"
     )
-
-
-def calibrated(path: str, start: Gpu) -> int:
-    """Prints the constants that fit a file's rows. ValueError for a file without such rows."""
-    found = hardware.samples(path, start.name)
-    fit = hardware.calibrate(found, start)
-    g = fit.gpu
-    errors = fit.held_out()
-    rates = ", ".join(
-        f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items()
-    )
-    put(
-        f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}"
-    )
-    put(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
-    put(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
-    for name, error in fit.errors.items():
-        put(f"  {name}: {100 * error:+.1f} %{' (fitted)' * (name in fit.fitted)}")
-    if errors:
-        put(f"error = [{errors[len(errors) // 2]:.3f}, {errors[-1]:.3f}, {len(errors)}]")
-    return 0

@@ -232,12 +232,7 @@ def estimate(q: Question) -> Estimate:
     if deep <= 2 * few[1]:
         answer = q.answer()
         return Estimate(answer.peak.nbytes, answer.time.seconds, q)
-    found = [
-        replace(q, a=replace(q.a, depth=d, dense_blocks=min(q.a.dense_blocks, 1)))
-        .with_flags(depth=d)
-        .answer()
-        for d in few
-    ]
+    found = [replace(q, a=replace(q.a, depth=d)).with_flags(depth=d).answer() for d in few]
     low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in found)
     grown = (deep - few[0]) / (few[1] - few[0])
     return Estimate(*(x + grown * (y - x) for x, y in zip(low[:2], high[:2], strict=True)), q)
@@ -313,7 +308,7 @@ class Plan:
     """All other flags are main.py's: python main.py --help lists them."""
 
     gpu: str = "h100"
-    """GPU, as lab/planning/hardware.toml names it, such as a100-80, h100, h200 or l40s; cpu with --calibrate."""
+    """GPU, as lab/planning/hardware.toml names it, such as a100-80, h100, h200 or l40s."""
     watts: float = 0.0
     """Power limit of each GPU, if it is below what the maker states."""
     gpus: int = 1
@@ -352,9 +347,6 @@ class Plan:
     """With --best: a .png or .svg of memory against time. Needs matplotlib."""
     exact: bool = False
     """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
-    calibrate: str | None = None
-    """JSONL file of main.py's rows: fits the constants of --gpu to seven of them and says how far off the others
-    are. Of rows of lab.benchmarks.exposed: to the steps without links, and says how far off those with links are."""
 
 
 def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
@@ -392,7 +384,7 @@ def checked(own: Plan) -> Plan:
         if not low <= value < 1e18:
             wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
             fail(f"{flag(name)} {written(value)}: {wanted}", 0)
-    for name in ("hf", "plot", "calibrate"):
+    for name in ("hf", "plot"):
         if getattr(own, name) == "":
             fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
     return own
@@ -416,16 +408,9 @@ def unread(words: Sequence[str]) -> list[str]:
 
 def two_questions(own: Plan, words: Sequence[str]) -> str | None:
     """Why flags of plan.py do not go together, or None."""
-    kinds = [
-        name for name in ("calibrate", "exact", "fit", "best", "what_if") if getattr(own, name)
-    ]
+    kinds = [name for name in ("exact", "fit", "best", "what_if") if getattr(own, name)]
     if len(kinds) > 1:
         return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
-    if own.calibrate:
-        usual = Plan(gpu=own.gpu, calibrate=own.calibrate)
-        others = [f.name for f in fields(Plan) if getattr(own, f.name) != getattr(usual, f.name)]
-        if others := [*others, *named(words)]:
-            return f"{flag(others[0])}: --calibrate reads the settings of its rows, and --gpu; leave it out"
     single = not kinds
     for name, wanted, reason in (
         ("plot", own.best, "--best"),
@@ -447,10 +432,6 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
-    if own.gpu == "cpu":
-        raise ValueError(
-            "--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed; name a GPU"
-        )
     if own.reserve_gib * 2**30 >= gpu.memory:
         raise ValueError(
             f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all"

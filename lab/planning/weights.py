@@ -107,12 +107,12 @@ class Weights:
         self.logits = n * self.p * a.vocab
         self.Q = n * self.p * a.heads * a.head_dim
         self.KV = n * self.p * a.kv_heads * a.head_dim
-        self.fan = a.hidden * max(a.active, 1) + a.shared  # hidden elements of a token
+        self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
         self.F = n * self.p * self.fan
         q = a.heads * a.head_dim
         kv = a.kv_heads * a.head_dim
         self.outs = dict(q=q, k=kv, v=kv)
-        mlp = a.width * (a.hidden * max(a.experts, 1) + a.shared)
+        mlp = a.width * a.hidden * max(a.experts, 1)
         self.ups = ("gate", "up") if a.gated else ("up",)
         self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
         self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
