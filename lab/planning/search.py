@@ -11,7 +11,7 @@ says.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -273,11 +273,35 @@ def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
     return fastest, [each.q for each in front(shown)]
 
 
+def least(
+    grid: Sequence[float], fits: Callable[[float], bool | None], first: float | None = None
+) -> float | None:
+    """The least value of an ascending grid that fits, if all above one that fits do, too; else None. It is looked for
+    by halves; with `first` from the least value that is not below it on, in growing steps and then by halves.
+    fits(value) None: not known, ends the search."""
+    low = 0
+    high = len(grid)
+    step = high if first is None else 1
+    at = high // 2
+    if first is not None:
+        at = next((i for i, value in enumerate(grid) if value >= first), high - 1)
+    while low < high:
+        at = at if low <= at < high else (low + high) // 2
+        yes = fits(grid[at])
+        if yes is None:
+            return None
+        low, high, at = (low, at, at - step) if yes else (at + 1, high, at + step)
+        step *= 2
+    return grid[low] if low < len(grid) else None
+
+
 class Cell(NamedTuple):
     ranks: int
     micro: int
     ratio: float | None  # the least fraction of recomputed blocks that fits; None: none does
     accum: int
+    # At that fraction, or at 1 where none fits. None: not planned.
+    question: Question | None = None
 
 
 def fit_table(
@@ -292,14 +316,9 @@ def fit_table(
         accum = sequences // (ranks * batch)
         asked = replace(q.with_flags(batch=batch, grad_accum=accum), ranks=ranks)
         asked = asked if asked.c.remat != "none" else asked.with_flags(remat="block")
-        low, high = 0, len(GRID)  # the peak falls with the ratio
-        while low < high:
-            middle = (low + high) // 2
-            if asked.with_flags(remat_ratio=GRID[middle]).peak().nbytes <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        cells.append(Cell(ranks, batch, GRID[low] if low < len(GRID) else None, accum))
+        at = {ratio: asked.with_flags(remat_ratio=ratio) for ratio in GRID}
+        ratio = least(GRID, lambda ratio, at=at: at[ratio].peak().nbytes <= limit)
+        cells.append(Cell(ranks, batch, ratio, accum, at[1.0 if ratio is None else ratio]))
     return cells
 
 
@@ -369,21 +388,20 @@ def written(value: float | str) -> str:
     return re.sub(r"e\+0*", "e", short if float(short) == value else f"{value:.12g}")
 
 
+def check_range(name: str, values: Iterable[float], low: int, limit: str) -> None:
+    """Ends the process with exit code 2 and one line for a value of a flag below `low`, or not below `limit`."""
+    for value in values:
+        if not low <= value < float(limit):
+            wanted = f"at least {low}" if value < low else f"a number below {limit}"
+            fail(f"{flag(name)} {written(value)}: must be {wanted}", 0)
+
+
 def checked(own: Plan) -> Plan:
     """Ends the process with exit code 2 and one line for a number that is none of these flags."""
-    for name, low in (
-        ("gpus", 1),
-        ("nodes", 1),
-        ("reserve_gib", 0),
-        ("tokens", 0),
-        ("price", 0),
-        ("watts", 0),
-        ("lora", 0),
-    ):
-        value = getattr(own, name)
-        if not low <= value < 1e18:
-            wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
-            fail(f"{flag(name)} {written(value)}: {wanted}", 0)
+    for name in ("gpus", "nodes"):
+        check_range(name, (getattr(own, name),), 1, "1e18")
+    for name in ("reserve_gib", "tokens", "price", "watts", "lora"):
+        check_range(name, (getattr(own, name),), 0, "1e18")
     for name in ("hf", "plot"):
         if getattr(own, name) == "":
             fail(f"{flag(name)}: names no file; name one, or leave it out", 0)

@@ -4,6 +4,7 @@
     pytest -m slow lab/tests/test_fit.py    # one run on a CPU, in a process of its own
 """
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ from running import ROOT, module
 from tiny_hf import write_model
 
 from lab import fit
-from lab.planning import search
+from lab.planning import report, search
 from lab.sweeps import sweep
 
 QWEN = dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -42,35 +43,30 @@ def question(folder, words):
     """(a question to the planner, of words) as lab/fit.py makes it."""
     own, others = fit.parse(["--model", str(folder), *words.split()])
     c = fit.flags.filled(fit.config.parse(fit.line_of(own, others, 4, 2), 0, 1), "cuda")
-    return fit.question(own, c, False)
+    return fit.question(own, c)
 
 
-PLAN = "--plan --effective-batch 64 --micro-batch 2 8 --world 4 --seqlen 4096"
+PLAN = "--effective-batch 64 --micro-batch 2 8 --world 4 --seqlen 4096"
+LIMIT = (81_559 - 3 * 2**10) * 2**20  # bytes of an H100, less what is not the step's
 
 
-def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, call):
+def test_without_a_gpu_the_planners_table_is_printed_and_nothing_is_run(folder, call):
     code, said, _ = call(PLAN)
-    assert code == 0
-    rows = rows_in(folder)
     q = question(folder, PLAN)
-    limit = (81_559 - 3 * 2**10) * 2**20
-    cells = search.fit_table(q, (4,), (2, 8), 64, limit)
-    told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
-    assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
-    for row, cell in zip(rows, cells, strict=True):
-        asked = search.replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block",
-                                            remat_ratio=cell.ratio), ranks=cell.ranks)  # fmt: skip
-        answer = asked.answer()
-        assert row["planned_mib"] == round(answer.peak.nbytes / 2**20, 1) <= row["memory_mib"] == limit / 2**20
-        assert row["planned_ms"] == round(1e3 * answer.time.seconds, 1)
-        less = asked.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
-        assert cell.ratio == 0 or less.peak().nbytes > limit
-    shape = [[row["flags"][name] for name in ("depth", "width", "batch", "remat_ratio", "world")] for row in rows]
-    assert shape == [[28, 3584, cell.micro, cell.ratio, 4] for cell in cells]
-    assert "left out" not in said
-    assert all(part in said for part in ("published ratio", "85 % were within", "planned step ms"))
-    call(PLAN)
-    assert rows_in(folder) == rows  # the same answers are not written twice
+    lines = report.fit_lines(search.fit_table(q, (4,), (2, 8), 64, LIMIT), 64)
+    assert code == 0 and len(lines) == 4 and "\n".join(lines) in said and "left out" not in said
+    assert "85 % were within" in said and "not measured: no GPU here" in said
+    assert rows_in(folder) == []
+
+
+def test_a_cell_has_the_question_that_its_ratio_answers(folder):
+    q = question(folder, PLAN)
+    for cell in search.fit_table(q, (4,), (2, 8), 64, LIMIT):
+        asked = dict(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=cell.ratio)
+        assert cell.question == search.replace(q.with_flags(**asked), ranks=cell.ranks)
+        less = cell.question.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
+        assert cell.question.peak().nbytes <= LIMIT
+        assert cell.ratio == 0 or less.peak().nbytes > LIMIT
 
 
 def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_files(folder, call):
@@ -80,14 +76,13 @@ def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_file
     assert pieces["frozen parameters"] == 2 * asked.a.parameters / 4
     adapters = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert pieces["parameters"] == 4 * adapters / 4 and pieces["Adam's moments"] == 8 * adapters / 4
-    assert call(f"{PLAN} --lora 16")[0] == 0
-    assert rows_in(folder)[0]["planned_ratio"] == 0.0
+    assert "\n4, 2, 0.00, 8\n" in call(f"{PLAN} --lora 16")[1]
     said = "error: --lora-targets q_proj: adapters are planned beside all linear layers; leave it out\n"
     assert call(f"{PLAN} --lora 16 --lora-targets q_proj")[2] == said
 
 
 @pytest.mark.parametrize("fits_from", [0.0, 0.05, 0.3, 0.7, 1.0, 2.0])
-@pytest.mark.parametrize("first", [0.0, 0.3, 0.85, 1.0])
+@pytest.mark.parametrize("first", [None, 0.0, 0.3, 0.85, 1.0])
 def test_the_least_ratio_is_found_wherever_the_search_begins(fits_from, first):
     tried = []
 
@@ -95,9 +90,9 @@ def test_the_least_ratio_is_found_wherever_the_search_begins(fits_from, first):
         tried.append(ratio)
         return ratio >= fits_from
 
-    assert fit.least(search.GRID, first, fits) == (fits_from if fits_from <= 1 else None)
+    assert search.least(search.GRID, fits, first) == (fits_from if fits_from <= 1 else None)
     assert len(tried) == len(set(tried)) <= 8
-    assert fit.least(search.GRID, first, lambda ratio: None) is None
+    assert search.least(search.GRID, lambda ratio: None, first) is None
 
 
 @pytest.fixture
@@ -115,7 +110,7 @@ def instead(folder, monkeypatch):
             ran.append(cell)
             good = (ratio := float(flags["--remat"][0].removeprefix("block:"))) >= fits_from or ratio in also
             row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
-                       torch=fit.importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
+                       torch=importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
                        peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
             fit.append_jsonl(args.results, row)
             return row
@@ -132,17 +127,17 @@ ONE = "--micro-batch 8 --world 4 --seqlen 4096"
 @pytest.mark.parametrize("out_of_memory", [True, False])
 def test_the_measured_ratio_is_the_least_that_fits(folder, instead, call, out_of_memory):
     ran = instead(0.6, out_of_memory=out_of_memory)
-    assert call(f"{ONE} --plots {folder}/plots")[0] == 0
-    planned, *_, answer = rows_in(folder)
-    assert (planned["outcome"], planned["planned_ratio"]) == ("planned", 0.85)
+    assert call(ONE)[0] == 0
+    *_, answer = rows_in(folder)
     assert (answer["ratio"], answer["outcome"], answer["peak_alloc_mib"]) == (0.6, "ok", 70_000)
+    [cell] = search.fit_table(question(folder, ONE), (4,), (8,), 64, LIMIT)
+    planned = cell.question.answer()
+    assert answer["planned_ratio"] == cell.ratio == 0.85
+    assert answer["planned_mib"] == round(planned.peak.nbytes / 2**20, 1) <= answer["memory_mib"] == LIMIT / 2**20
+    assert answer["planned_ms"] == round(1e3 * planned.time.seconds, 1)
     tried = {ratio: end for ratio, _, end in answer["tried"]}
     assert tried[0.55] == ("OOM fwd" if out_of_memory else "ok") and tried[0.6] == "ok" and len(tried) == len(ran)
     assert all("--random" in cell and "--world 4" in cell and "--batch 8" in cell for cell in ran)
-    assert (folder / "plots/fit.png").stat().st_size > 5000
-    text = (folder / "plots/fit.svg").read_text()
-    assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
-    assert all(f">{share}</text>" in text for share in ("0.0", "1.0")), "shares are from 0 to 1"
     before = len(rows_in(folder))
     ran = instead(0.6)
     call(ONE)
@@ -178,6 +173,9 @@ def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder,
     told = {"n": "4(sim h100-nvlink)", "batch": "8", "grad-accum": "2", "planned ratio": "0.85",
             "measured ratio": "0.90", "published ratio": "0.95", "peak allocated MiB": "70'000"}  # fmt: skip
     assert told.items() <= found.items() and found["planned peak MiB"] and found["planned step ms"]
+    text = (folder / "plots/fit.svg").read_text()
+    assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
+    assert all(f">{share}</text>" in text for share in ("0.0", "1.0")), "shares are from 0 to 1"
 
 
 @pytest.mark.parametrize("words, said", [
@@ -197,7 +195,7 @@ def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder,
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line(folder, refused, words, said):
     files = f"--model {folder} --results {folder}/rows.jsonl"
-    assert refused(fit.main, f"{files} --plan --world 4 {words}").startswith(f"error: {said}")
+    assert refused(fit.main, f"{files} --world 4 {words}").startswith(f"error: {said}")
 
 
 def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, call):
@@ -213,7 +211,7 @@ def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder,
 def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
     write_model(tmp_path / "tiny")
     words = ("--device cpu --memory-mib 4000 --compile none --effective-batch 2 --micro-batch 1 --world 2 --seqlen 32 "
-             "--steps 4 --model tiny --results rows.jsonl --plots plots --any-commit")  # fmt: skip
+             "--steps 4 --model tiny --results rows.jsonl --any-commit")  # fmt: skip
     for again in (False, True):
         command = [sys.executable, "-m", "lab.fit", *words.split()]
         env = os.environ | dict(PYTHONPATH=str(ROOT))
@@ -222,10 +220,9 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
         assert ("--remat block:0" in done.stdout) != again
         rows = rows_in(tmp_path)
         [run], answer = [row for row in rows if row.get("study") != "fit"], rows[-1]
-        assert rows[0]["outcome"] == "planned" and run["outcome"] == "ok"
+        assert run["outcome"] == "ok"
     assert answer["ratio"] == 0 and answer["world"] == "2(sim h100-nvlink)" and answer["flags"]["random"]
     assert 0 < answer["peak_rss_mib"] == run["peak_rss_mib"] < 4000 and answer["planned_ms"] is None
-    assert (tmp_path / "plots/fit.png").exists()
 
 
 def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_is_needed(folder, instead, call):
