@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as under_test
 from lean import chunked_cross_entropy
 from model import IGNORE, ModelConfig, Transformer, cross_entropy
-from trainer.costs import flops_per_token, parameters
+from trainer.costs import flops_per_token, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,7 +208,7 @@ def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, block, flex_o
     *sizes, rows, seqlen, attn, chunk = shape
     names = ("depth", "width", "head_dim", "grouping", "grow", "vocab")
     model = build(block=block, **dict(zip(names, sizes, strict=True)), attn=attn, seqlen=seqlen)
-    assert parameters(model.config) == sum(p.numel() for p in model.parameters())
+    assert reference(model.config).parameters == sum(p.numel() for p in model.parameters())
     counted = counted_products(model, *batch(model.config.vocab, rows, seqlen), chunk)
     linear = flops_per_token(model.config, seqlen, "linear")
     assert isinstance(linear, int)

@@ -16,12 +16,12 @@ from saved import made, start_of, whole
 
 import plan as plan_program
 from lab.benchmarks import wrappers
-from lab.planning import architecture, step_time
+from lab.planning import step_time
 from muon import groups_of, layout_of, muon, newton_schulz, plan
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.checkpoint.save import Saver
-from trainer.costs import newton_schulz_flops
+from trainer.costs import newton_schulz_flops, reference
 from trainer.distributed import simulated_world as sim
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
@@ -230,7 +230,7 @@ def test_the_planner_knows_which_matrices_are_muons(block):
     c = resolved(["--block", block])
     model = reference_model(c, torch.device("cpu"))
     matrices = [tuple(p.shape) for _, p in groups_of(model)[0]["params"]]
-    assert Counter(matrices) == architecture.reference(c).hidden_matrices
+    assert Counter(matrices) == reference(c).hidden_matrices
 
 
 def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():

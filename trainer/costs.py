@@ -11,7 +11,9 @@ import ctypes
 import json
 import os
 import re
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 LATENCY_US = 20.0
@@ -139,24 +141,162 @@ def gated(c) -> bool:
     return getattr(c, "block", "gelu") == "llama"
 
 
-def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
-    """FLOPs of one token's training step (forward once, backward twice) of the reference transformer.
-    convention: "linear": 6 per weight that the token is multiplied with (not the embedding). "palm": plus the attention
-    core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus the core over the mean number of unmasked
-    keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
-    the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
-    kv = c.kv_heads * c.head_dim
-    wide = c.grow * c.width
-    linear = 6 * (
-        c.depth * c.width * (2 * c.width + 2 * kv + (2 + gated(c)) * wide) + c.width * c.vocab
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of equal blocks: attention, then an MLP or E experts of which a token passes `active`. Widths in
+    elements. gated: the MLP has a gate beside its up product (three weights). biases, norms: elements of one block
+    outside the products. window, every: all but each `every`-th block attend to `window` keys (0: to all)."""
+
+    name: str
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    gated: bool = False
+    tied: bool = False
+    biases: int = 0
+    norms: int = 0
+    final_norm: int = 0
+    experts: int = 0
+    active: int = 0
+    window: int = 0
+    every: int = 0
+    # (rows, columns) of attention's matrices, if not the usual four.
+    counted: tuple[tuple[int, int], ...] = ()
+    stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
+    note: str = ""
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of attention's matrices in a block."""
+        D = self.width
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        return self.counted or ((q, D), (kv, D), (kv, D), (D, q))
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of those matrices."""
+        return sum(m * n for m, n in self.attention_shapes)
+
+    def _block(self, experts: int) -> int:
+        """Parameters of a block: of one MLP, or of so many experts and the router [E, D]."""
+        mlp = (2 + self.gated) * self.width * self.hidden * max(experts, 1)
+        router = self.experts * self.width
+        return self.attention_parameters + self.biases + self.norms + mlp + router
+
+    def _total(self, experts: int) -> int:
+        ends = self.width * self.vocab * (1 if self.tied else 2) + self.final_norm
+        return ends + self.depth * self._block(experts)
+
+    @property
+    def parameters(self) -> int:
+        """All that is stored, a tied weight once."""
+        return self._total(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token passes."""
+        return self._total(self.active)
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block, which is what one all-gather of a block brings."""
+        return self._block(self.experts)
+
+    @property
+    def products(self) -> Counter:
+        """{(rows, columns): how many} of the matrices in blocks that tokens are multiplied with, without routers."""
+        return self._products(max(self.experts, 1))
+
+    @property
+    def adapted(self) -> Counter:
+        """Of those the ones that adapters stand beside: all but the experts, which are stacked in one tensor."""
+        return self._products(0 if self.experts else 1)
+
+    def _products(self, mlps_of_a_block: int) -> Counter:
+        D, F = self.width, self.hidden
+        found: Counter = Counter()
+        for shape in self.attention_shapes:
+            found[shape] += self.depth
+        found[F, D] += (1 + self.gated) * self.depth * mlps_of_a_block
+        found[D, F] += self.depth * mlps_of_a_block
+        return +found
+
+    @property
+    def hidden_matrices(self) -> Counter:
+        """Those and the routers: what --optimizer muon gives to Muon."""
+        routers = {(self.experts, self.width): self.depth} if self.experts else {}
+        return self.products + Counter(routers)
+
+    @property
+    def hidden_parameters(self) -> int:
+        """Of those matrices."""
+        return sum(m * n * count for (m, n), count in self.hidden_matrices.items())
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that a token is multiplied with: without embedding look-up, norms and biases."""
+        outside = self.final_norm + self.depth * (self.biases + self.norms)
+        return self.active_parameters - outside - (0 if self.tied else self.width * self.vocab)
+
+    def keys(self, seqlen: int, convention: str) -> float:
+        """Mean number of keys of a query over all blocks: all of them ("palm"), or those that no mask hides."""
+        whole = seqlen if convention == "palm" else causal_keys(seqlen)
+        if not self.window or self.window >= seqlen:
+            return whole
+        # The first of a sequence see fewer.
+        near = self.window * (1 - (self.window - 1) / (2 * seqlen))
+        full = self.depth // self.every if self.every else 0
+        return (
+            full * whole + (self.depth - full) * (self.window if convention == "palm" else near)
+        ) / self.depth
+
+    def flops_per_token(self, seqlen: int, convention: str) -> float:
+        """Of one token's training step, forward once and backward twice. convention: "linear": 6 per weight that the
+        token is multiplied with (not the embedding). "palm": plus the attention core over all keys (Chowdhery et al.
+        2022, appendix B). "causal": plus the core over the mean number of keys that no mask hides."""
+        if convention == "linear":
+            return 6 * self.multiplied
+        core = attention_flops(self.heads, self.head_dim, self.keys(seqlen, convention))
+        return 6 * self.multiplied + 3 * self.depth * core
+
+
+def reference(c) -> Architecture:
+    """The transformer of model.py at resolved flags."""
+    heads = c.width // c.head_dim
+    gate = gated(c)
+    return Architecture(
+        "reference",
+        c.depth,
+        c.width,
+        heads,
+        heads // c.grouping,
+        c.head_dim,
+        c.grow * c.width,
+        c.vocab,
+        gated=gate,
+        biases=0 if gate else (c.grow + 1) * c.width,
+        norms=(2 if gate else 4) * c.width,
+        final_norm=(1 if gate else 2) * c.width,
     )
-    keys = seqlen if convention == "palm" else causal_keys(seqlen)
-    core = 3 * c.depth * attention_flops(c.heads, c.head_dim, keys)
-    if convention == "linear":
-        return linear
-    if convention in ("palm", "causal"):
-        return linear + core
-    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, (1 + gated(c)) * wide, c.width))
+
+
+def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
+    """FLOPs of one token's training step of the reference transformer.
+    convention: "linear", "palm" or "causal", as of `Architecture.flops_per_token`. "hardware": causal, plus what is
+    multiplied again in backward: the scores inside the core's backward (7/6 of the core) and what recomputation and the
+    lean MLP repeat, but the last product of a region, which nothing needs."""
+    a = reference(c)
+    if convention != "hardware":
+        return a.flops_per_token(seqlen, convention)
+    linear, causal = (a.flops_per_token(seqlen, kind) for kind in ("linear", "causal"))
+    core = causal - linear
+    kv = a.kv_heads * a.head_dim
+    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, (1 + a.gated) * a.hidden, c.width))
     once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
     attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
     again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
@@ -187,21 +327,12 @@ def kept_per_block(c, remat: str | None = None) -> float:
     return attention + mlp
 
 
-def parameters(c) -> int:
-    """Of the reference transformer: weights and biases of products and norms, and the embedding."""
-    kv = c.width // c.grouping
-    weights = 2 * c.width + 2 * kv + (2 + gated(c)) * c.grow * c.width
-    # Of a block and of the final norm, in units of width.
-    vectors, last = (2, 1) if gated(c) else (c.grow + 5, 2)
-    return c.depth * c.width * (weights + vectors) + (2 * c.vocab + last) * c.width
-
-
 def step_bytes(c, ranks: int, batch: int) -> float:
     """About what a training step of resolved flags holds on one of `ranks` at its peak, with `batch` sequences at once:
     weights and Adam's moments, and whichever is more, what is kept for backward and the logits, or the gradients."""
     size = {"fp32": 4, "bf16": 2}
     sharded = c.wrapper != "none" and c.mode != "replicate"
-    own = parameters(c) / (
+    own = reference(c).parameters / (
         ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1
     )
     tokens = batch * c.seqlen

@@ -23,14 +23,13 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from lab.planning import hardware
-from lab.planning.architecture import reference
 from lab.planning.liveness import Tape
 from lab.planning.report import doubts, kind_of, reserved
 from lab.planning.schedule import step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
 from lab.report.published import published as published_table
-from trainer.costs import flops_per_token, link
+from trainer.costs import flops_per_token, link, reference
 from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -367,8 +366,6 @@ def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, fl
             c = SimpleNamespace(**(usual | changed))
             ms = p["ms"]
             if axis == "mfu":
-                c.heads = 32
-                c.kv_heads = 32 // c.grouping
                 ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
             if ms and p["device"] == device and "max-autotune" not in str(p.get("attn")):
                 yield f"{axis} {' '.join(map(str, key))}", c, p["ranks"], ms

@@ -1,9 +1,6 @@
-"""What a planner must know of a transformer: shapes, stored and active parameters, FLOPs. Imports no torch.
+"""The architecture (trainer.costs) that a Hugging Face config.json describes. Imports no torch.
 
-    a = reference(config)                    # of resolved flags of main.py
-    a.parameters, a.active_parameters        # 973'234'176 at the reference setting, both
-    read("Qwen3-30B-A3B/").parameters        # of a Hugging Face config.json: 30'532'122'624, of which 3'353'032'704
-    active
+    read("Qwen3-30B-A3B/").parameters        # 30'532'122'624, of which 3'353'032'704 active
 
 Known are KINDS, and the text part of gemma3; others are counted on a model that transformers builds, which takes
 seconds. What a class of transformers takes for a key that config.json leaves out is taken here as well.
@@ -12,11 +9,10 @@ D width, H query heads, K key/value heads, d head dimension, F hidden width of t
 
 import json
 import re
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from trainer import costs
+from trainer.costs import Architecture
 from trainer.distributed.terminal import regular
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
@@ -52,150 +48,6 @@ KINDS = {
         ),
     ),
 }
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A decoder of equal blocks: attention, then an MLP or E experts of which a token passes `active`. Widths in
-    elements. gated: the MLP has a gate beside its up product (three weights). biases, norms: elements of one block
-    outside the products. window, every: all but each `every`-th block attend to `window` keys (0: to all)."""
-
-    name: str
-    depth: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    vocab: int
-    gated: bool = False
-    tied: bool = False
-    biases: int = 0
-    norms: int = 0
-    final_norm: int = 0
-    experts: int = 0
-    active: int = 0
-    window: int = 0
-    every: int = 0
-    # (rows, columns) of attention's matrices, if not the usual four.
-    counted: tuple[tuple[int, int], ...] = ()
-    stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
-    note: str = ""
-
-    @property
-    def attention_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of attention's matrices in a block."""
-        D = self.width
-        q = self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        return self.counted or ((q, D), (kv, D), (kv, D), (D, q))
-
-    @property
-    def attention_parameters(self) -> int:
-        """Of those matrices."""
-        return sum(m * n for m, n in self.attention_shapes)
-
-    def _block(self, experts: int) -> int:
-        """Parameters of a block: of one MLP, or of so many experts and the router [E, D]."""
-        mlp = (2 + self.gated) * self.width * self.hidden * max(experts, 1)
-        router = self.experts * self.width
-        return self.attention_parameters + self.biases + self.norms + mlp + router
-
-    def _total(self, experts: int) -> int:
-        ends = self.width * self.vocab * (1 if self.tied else 2) + self.final_norm
-        return ends + self.depth * self._block(experts)
-
-    @property
-    def parameters(self) -> int:
-        """All that is stored, a tied weight once."""
-        return self._total(self.experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token passes."""
-        return self._total(self.active)
-
-    @property
-    def block_parameters(self) -> int:
-        """Of one block, which is what one all-gather of a block brings."""
-        return self._block(self.experts)
-
-    @property
-    def products(self) -> Counter:
-        """{(rows, columns): how many} of the matrices in blocks that tokens are multiplied with, without routers."""
-        return self._products(max(self.experts, 1))
-
-    @property
-    def adapted(self) -> Counter:
-        """Of those the ones that adapters stand beside: all but the experts, which are stacked in one tensor."""
-        return self._products(0 if self.experts else 1)
-
-    def _products(self, mlps_of_a_block: int) -> Counter:
-        D, F = self.width, self.hidden
-        found: Counter = Counter()
-        for shape in self.attention_shapes:
-            found[shape] += self.depth
-        found[F, D] += (1 + self.gated) * self.depth * mlps_of_a_block
-        found[D, F] += self.depth * mlps_of_a_block
-        return +found
-
-    @property
-    def hidden_matrices(self) -> Counter:
-        """Those and the routers: what --optimizer muon gives to Muon."""
-        routers = {(self.experts, self.width): self.depth} if self.experts else {}
-        return self.products + Counter(routers)
-
-    @property
-    def hidden_parameters(self) -> int:
-        """Of those matrices."""
-        return sum(m * n * count for (m, n), count in self.hidden_matrices.items())
-
-    @property
-    def multiplied(self) -> int:
-        """Weights that a token is multiplied with: without embedding look-up, norms and biases."""
-        outside = self.final_norm + self.depth * (self.biases + self.norms)
-        return self.active_parameters - outside - (0 if self.tied else self.width * self.vocab)
-
-    def keys(self, seqlen: int, convention: str) -> float:
-        """Mean number of keys of a query over all blocks: all of them ("palm"), or those that no mask hides."""
-        whole = seqlen if convention == "palm" else costs.causal_keys(seqlen)
-        if not self.window or self.window >= seqlen:
-            return whole
-        # The first of a sequence see fewer.
-        near = self.window * (1 - (self.window - 1) / (2 * seqlen))
-        full = self.depth // self.every if self.every else 0
-        return (
-            full * whole + (self.depth - full) * (self.window if convention == "palm" else near)
-        ) / self.depth
-
-    def flops_per_token(self, seqlen: int, convention: str) -> float:
-        """Of one token's training step: 6 per weight that it is multiplied with, and the attention core thrice.
-        convention: "linear", "causal" or "palm", as in costs.flops_per_token, whose figure this is for the reference
-        transformer."""
-        if convention == "linear":
-            return 6 * self.multiplied
-        core = costs.attention_flops(self.heads, self.head_dim, self.keys(seqlen, convention))
-        return 6 * self.multiplied + 3 * self.depth * core
-
-
-def reference(c) -> Architecture:
-    """The transformer of model.py at resolved flags."""
-    heads = c.width // c.head_dim
-    gated = costs.gated(c)
-    return Architecture(
-        "reference",
-        c.depth,
-        c.width,
-        heads,
-        heads // c.grouping,
-        c.head_dim,
-        c.grow * c.width,
-        c.vocab,
-        gated=gated,
-        biases=0 if gated else (c.grow + 1) * c.width,
-        norms=(2 if gated else 4) * c.width,
-        final_norm=(1 if gated else 2) * c.width,
-    )
 
 
 def read(path: str) -> Architecture:

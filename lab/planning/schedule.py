@@ -11,10 +11,9 @@ the block; a quote marks what backward makes again. n tokens of a micro-batch, D
 head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
-from lab.planning.architecture import Architecture, reference
 from lab.planning.liveness import GRADIENTS, LOGITS, WORKSPACE, Make, Peak, Tape
 from lab.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained
-from trainer.costs import muon
+from trainer.costs import Architecture, muon, reference
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
 

@@ -21,12 +21,12 @@ from typing import Annotated, Literal, NamedTuple
 from tyro.conf import arg
 
 from lab.planning import hardware
-from lab.planning.architecture import MOST_BLOCKS, Architecture, read, reference
+from lab.planning.architecture import MOST_BLOCKS, read
 from lab.planning.liveness import Peak, Tape
 from lab.planning.schedule import Step, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from trainer import config as flags
-from trainer.costs import Link, link, muon
+from trainer.costs import Architecture, Link, link, muon, reference
 from trainer.distributed.command_line import as_given, parse_beside
 from trainer.distributed.spelling import flag, folded
 from trainer.distributed.terminal import fail

@@ -14,11 +14,10 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from lab.planning.architecture import Architecture
 from lab.planning.liveness import Tape
 from lab.planning.schedule import Step
 from lab.planning.weights import SIZE, shard_group, trained, update_bytes
-from trainer.costs import Link, muon
+from trainer.costs import Architecture, Link, muon
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements

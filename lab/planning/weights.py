@@ -5,9 +5,8 @@ beside a step's own buffers. Imports no torch.
 width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
 """
 
-from lab.planning.architecture import Architecture
 from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
-from trainer.costs import muon
+from trainer.costs import Architecture, muon
 
 # Torch's, of two threads.
 CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}

@@ -172,8 +172,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
     c = SimpleNamespace(
         depth=depth,
         width=4096,
-        heads=32,
-        kv_heads=32 // grouping,
+        grouping=grouping,
         head_dim=128,
         grow=4,
         vocab=32768,

@@ -20,7 +20,7 @@ import torch
 
 from lab.studies.study import SIZES, VOCAB, curves, main, on_ranks, published, section
 from trainer import config
-from trainer.costs import parameters
+from trainer.costs import reference
 from trainer.distributed.terminal import grouped
 from trainer.measuring import timeline
 from trainer.parallelize import build
@@ -138,7 +138,7 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
         peak_mib=round(top.nbytes / mib, 3),
         moment=top.moment,
         residual_bytes=streams[-1],
-        parameters=parameters(Namespace(**told.flat())),
+        parameters=reference(Namespace(**told.flat())).parameters,
         state_bytes=sum(dict(states(top)).values()),
         pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size},
         largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)],

@@ -28,7 +28,7 @@ from lab.studies.study import (
     section,
     transformer,
 )
-from trainer.costs import flops_per_token, parameters
+from trainer.costs import flops_per_token, reference
 from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
 from trainer.optimizer import AdamW
@@ -137,7 +137,7 @@ def phases(device: torch.device, c: dict) -> dict:
     times = milliseconds(parts, device, c["repeat"], c["warmup"])
     forward_flops = flops_per_token(model.config, c["context"]) / 3 * tokens.numel()
     row = dict(
-        parameters=parameters(model.config),
+        parameters=reference(model.config).parameters,
         flops=dict(forward=forward_flops, backward=2 * forward_flops),
     )
     moved = dict(backward=4 * row["parameters"], optimizer=28 * row["parameters"])

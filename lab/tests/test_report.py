@@ -123,8 +123,7 @@ def test_published_mfu_is_recomputed_with_our_flops(counted, correct, key):
 
 def test_the_flops_of_the_recomputed_mfu_are_the_models():
     for depth, seqlen, grouping in ((4, 4096, 4), (8, 4096, 4), (4, 512, 4), (4, 4096, 1)):
-        c = SimpleNamespace(depth=depth, width=4096, grow=4, vocab=32768, head_dim=128, heads=32)
-        c.kv_heads = c.heads // grouping
+        c = SimpleNamespace(depth=depth, width=4096, grow=4, vocab=32768, head_dim=128, grouping=grouping)
         theirs = 6 * (depth * (4 * 4096**2 + 2 * 4 * 4096) + 4096 * 32768) + 12 * depth * 4096 * (seqlen + 1) / 2
         expected = flops_per_token(c, seqlen) / theirs
         assert rows.flops_ratio(depth, seqlen, grouping) == pytest.approx(expected, rel=1e-12)

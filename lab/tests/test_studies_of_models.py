@@ -29,12 +29,12 @@ def config_of(size):
 
 def test_the_sizes_are_the_published_ones():
     """An MLP of 4 times the width, three matrices: 3.4e9 parameters, which with gradients and moments are 54.5 GB."""
-    assert round(costs.parameters(config_of("2.7b")) / 1e9, 3) == 3.407
-    assert round(16 * costs.parameters(config_of("2.7b")) / 1e9, 1) == 54.5
+    assert round(costs.reference(config_of("2.7b")).parameters / 1e9, 3) == 3.407
+    assert round(16 * costs.reference(config_of("2.7b")).parameters / 1e9, 1) == 54.5
     hidden = {name: 4 * width for name, (width, *_) in study.SIZES.items()}
     assert [hidden[name] for name in ("small", "medium", "large", "xl", "2.7b")] == [3072, 4096, 5120, 6400, 10240]
     model = study.transformer("tiny", CPU)
-    assert sum(p.numel() for p in model.parameters()) == costs.parameters(config_of("tiny"))
+    assert sum(p.numel() for p in model.parameters()) == costs.reference(config_of("tiny")).parameters
 
 
 def test_phases_count_the_flops_of_the_forward_and_time_what_counts(one_thread):
