@@ -4,7 +4,6 @@
     pytest lab/tests/test_peak.py -m "slow or not slow" -s   # every setting, with a table: fifteen minutes
 """
 
-import argparse
 import shlex
 from contextlib import nullcontext
 
@@ -184,14 +183,10 @@ def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed(tmp_path):
         check(found, SMALL[1])
 
 
-def test_ddp_is_refused(capsys):
-    dist.destroy_process_group()
-    own = argparse.Namespace(arch="sm_90", world=WORLD, kernels=0)
-    with pytest.raises(SystemExit) as end:
-        peak.run(own, flags.parse("--device cpu --wrapper ddp --compile none".split()))
-    assert end.value.code == 2 and "--wrapper ddp: its reducer needs memory" in one_line(capsys.readouterr().err)
-
-
-def test_what_is_no_setting_of_a_gpu_is_refused_in_one_line():
-    done = module("lab.profiling.peak", "--attn", "flash", "--param-dtype", "fp32")
-    assert done.code == 2 and "--attn flash" in one_line(done.err)
+@pytest.mark.parametrize("words, said", [
+    ("--device cpu --wrapper ddp --compile none", "--wrapper ddp: its reducer needs memory"),
+    ("--attn flash --param-dtype fp32", "--attn flash"),
+])  # fmt: skip
+def test_what_cannot_be_simulated_is_refused_in_one_line(words, said):
+    done = module("lab.profiling.peak", *words.split())
+    assert done.code == 2 and said in one_line(done.err)
