@@ -16,6 +16,7 @@ and a reduction of activations 4 B D / (X W M_Y), twice with attention.
 
 import math
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from lab.studies.study import curves, main, published, section
@@ -144,34 +145,40 @@ def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
     ]
 
 
+COLUMNS = {
+    "model": "{model}",
+    "quantity": "{quantity}",
+    "ours": "{ours}",
+    "published": "{published}",
+    "ours/published, or /line above": "{factor:.2f}",
+    "of the published answer": "{note}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
+    text = "By formula: nothing was run. Units in the names; GB is 1e9 bytes, GiB 2**30."
+    return section(rows, text, COLUMNS, entries(rows))
+
+
+def entries(rows: list[dict]) -> Iterator[dict]:
     """A line per figure and, of the published case, one per step of its threshold."""
     theirs = {line["quantity"]: float(line["value"]) for line in published("accounting")}
-    lines = []
     for row in rows:
         if row["outcome"] != "ok":
-            lines.append((row["setting"]["model"], row["outcome"]))
+            yield row
             continue
         case = row["setting"] == {"model": "xxl"} | XXL
         for name, value in row["figures"].items():
-            other = theirs.get(name) if case else None
-            factor = f"{float(value) / other:.2f}" if other else ""
-            told = "" if other is None else number(other)
-            note = WRONG.get(name, "right") if other else ""
-            lines.append((row["setting"]["model"], name, number(value), told, factor, note))
+            line = row | dict(quantity=name, ours=number(value))
+            if other := case and theirs.get(name):
+                line |= dict(published=number(other), factor=float(value) / other)
+                line |= dict(note=WRONG.get(name, "right"))
+            yield line
         before = None
         for words, value in row["steps"] * case:
-            factor = f"{value / before:.2f}" if before else ""
-            lines.append(
-                ("xxl", f"threshold: {words}", number(value), "" if before else "641", factor, "")
-            )
+            line = row | dict(quantity=f"threshold: {words}", ours=number(value))
+            yield line | (dict(factor=value / before) if before else dict(published="641"))
             before = value
-    heads = (
-        "model | quantity | ours | published | ours/published, or /line above"
-        " | of the published answer"
-    )
-    text = "By formula: nothing was run. Units in the names; GB is 1e9 bytes, GiB 2**30."
-    return section(rows, text, heads, lines)
 
 
 def number(value: float | str) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from lab.studies import study
-from lab.studies.study import curves, impossible, published, section
+from lab.studies.study import beside, curves, impossible, published, section
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer.attention import BACKENDS, DTYPES, Shape, refusal
 from trainer.costs import attention_flops, causal_keys
@@ -140,18 +140,10 @@ def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int) -> dic
 
 def held(run: Callable[..., Tensor], qkv: list[Tensor]) -> int:
     """Bytes that autograd saves for backward, inputs left out, each storage once."""
-    own = {t.untyped_storage().data_ptr() for t in qkv}
-    kept = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    counter = study.Held(qkv)
+    with counter.hooks():
         run(*qkv)
-    return sum(kept.values())
+    return counter.most
 
 
 def formula(backend: str, shape: Shape, causal: bool) -> int:
@@ -244,64 +236,39 @@ def settings(args) -> list[dict]:
     return found
 
 
+COLUMNS = {
+    "d": "{head_dim}",
+    "T": "{seqlen}",
+    "dtype": "{dtype}",
+    "causal": lambda row: "yes" if row["causal"] else "no",
+    "backend": "{backend}",
+    "forward ms": "{forward_ms:,.3f}",
+    "backward ms": "{backward_ms:,.3f}",
+    "both": lambda row: grouped(row["forward_ms"] + row["backward_ms"], 3),
+    "held KiB": "{held_bytes:KiB ,.0f}",
+    "by formula": "{formula_bytes:KiB ,.0f}",
+    "published forward + backward, ms": "{forward_s:ms ,.3f} + {backward_s:ms ,.3f}",
+    "held, GB": "{mem_gb:,.2f}",
+    "of its forward": "{suspicious}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published times of the same shape beside it, marked where they cannot be true."""
-    theirs = {
-        (int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")
-    }
-    lines = []
-    seen = set()
-    for row in rows:
+    theirs = {}
+    for line in published("attention_h100"):
+        d, T = int(line["head_dim"]), int(line["seq"])
+        more = dict(head_dim=d, seqlen=T, dtype="fp32", causal=False, suspicious=suspicious(line))
+        theirs[d, T] = line | more
+    same = dict(backend="plain", dtype="fp32", batch=8, causal=False)
+
+    def key(row: dict) -> tuple[int, int] | None:
         c = row["setting"]
-        text = []
-        key = (c["head_dim"], c["seqlen"])
-        if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == (
-            "plain",
-            "fp32",
-            8,
-            False,
-        ):
-            seen.add(key)
-            text = beside(theirs[key])
-        what = (
-            str(c["head_dim"]),
-            str(c["seqlen"]),
-            c["dtype"],
-            "yes" if c["causal"] else "no",
-            c["backend"],
-        )
-        if row["outcome"] != "ok":
-            lines.append((*what, row["outcome"], *[""] * 4, *text))
-            continue
-        both = grouped(row["forward_ms"] + row["backward_ms"], 3)
-        kib = [grouped(row[name] / 2**10) for name in ("held_bytes", "formula_bytes")]
-        lines.append(
-            (
-                *what,
-                grouped(row["forward_ms"], 3),
-                grouped(row["backward_ms"], 3),
-                both,
-                *kib,
-                *text,
-            )
-        )
-    for (d, T), line in theirs.items():
-        if (d, T) not in seen:
-            lines.append((str(d), str(T), "fp32", "no", "", *[""] * 5, *beside(line)))
-    heads = (
-        "d | T | dtype | causal | backend | forward ms | backward ms | both | held KiB | by formula"
-        " | published forward + backward, ms | held, GB | of its forward"
-    )
+        return (c["head_dim"], c["seqlen"]) if c | same == c else None
+
     batches = ", ".join(sorted({str(row["setting"]["batch"]) for row in rows}))
     text = f"Batch {batches} (published: 8, one head, H100). Medians. Held: between forward and backward."
-    return section(rows, text, heads, lines)
-
-
-def beside(line: dict[str, str]) -> list[str]:
-    both = " + ".join(
-        grouped(1e3 * float(line[f"{name}_s"]), 3) for name in ("forward", "backward")
-    )
-    return [both, grouped(float(line["mem_gb"]), 2), suspicious(line)]
+    return section(rows, text, COLUMNS, beside(rows, theirs, key))
 
 
 def suspicious(line: dict[str, str]) -> str:

@@ -16,6 +16,7 @@ import math
 import statistics
 import sys
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ from lab.studies.study import (
 )
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.distributed.terminal import grouped
 
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"
@@ -253,59 +253,63 @@ def ring_ms(row: dict, nbytes: float) -> float:
     return 2 * (n - 1) * by_fit(link, nbytes / n)
 
 
+COLUMNS = {
+    "collective": "{op}",
+    "n": "{ranks}",
+    "MB, dtype": "{size}",
+    "ms, median": "{ms:.3f}",
+    "algorithm GB/s": "{algorithm:.3f}",
+    "bus GB/s": "{bus:.3f}",
+    "by fit; ring: by formula, ms": "{formula:.3f}",
+    "alpha, W, residual": "{fitted}",
+    "published ms": "{mean_s:ms ,.0f}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
-    """A line per collective and size, then the published table and what two of its sizes say."""
-    theirs = {
-        (float(p["mb"]), int(p["processes"]), p["backend"]): float(p["mean_s"])
-        for p in published("allreduce")
-    }
-    lines = []
-    for row in rows:
-        c = row["setting"]
-        n = row["setting"]["ranks"]
-        if row["outcome"] != "ok":
-            lines.append((row["outcome"], str(n)))
-        for op, found in row.get("ops", {}).items():
-            speed = f"{found['gb_per_s']:.3g}" if found["gb_per_s"] else "no"
-            for mb, nbytes, ms in zip(c["mb"], row["nbytes"], found["ms"], strict=True):
-                formula = (
-                    ring_ms(row, nbytes) if op == "ring" else by_fit(found, sent(op, nbytes, n))
-                )
-                told = theirs.get((mb, n, c["backend"])) if op == "all_reduce" else None
-                rates = (f"{size / 1e6 / ms:.3f}" for size in (nbytes, sent(op, nbytes, n)))
-                fitted = (
-                    f"{found['alpha_us']:.0f} us, {speed} GB/s, {100 * found['residual']:.0f} %"
-                )
-                line = (
-                    op.replace("_", "-"),
-                    str(n),
-                    f"{mb:g} {c['dtype']}",
-                    f"{ms:.3f}",
-                    *rates,
-                    f"{formula:.3f}",
-                )
-                lines.append((*line, fitted, grouped(told and 1e3 * told, 0, missing="")))
-    for (mb, n, backend), seconds in theirs.items():
-        first = theirs.get((1, n, backend))
-        rate = ""
-        if first and mb == 1000:  # W, as of ours, is of what a rank sends
-            speed = sent_bytes("all_reduce", 0.999, n) / (seconds - first)
-            rate = f"{1e3 * first:.0f} ms of start-up, and {speed:.1f} GB/s from 1 to 1000 MB"
-        line = f"published {backend}", str(n), f"{mb:g}", "", "", "", "", rate
-        lines.append((*line, grouped(1e3 * seconds)))
-    heads = (
-        "collective | n | MB, dtype | ms, median | algorithm GB/s | bus GB/s"
-        " | by fit; ring: by formula, ms | alpha, W, residual | published ms"
-    )
     last = next((row["link"] for row in reversed(rows) if "link" in row), None)
     speed = f"{last['gb_per_s']} GB/s" if last and last["gb_per_s"] else "no bandwidth to be seen"
-    told = (
-        f"The link that was fitted last: {last['alpha_us']} us and {speed}."
-        if last
-        else "No link was fitted."
-    )
-    text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {told}"
-    return section(rows, text, heads, lines)
+    fitted = "No link was fitted."
+    if last:
+        fitted = f"The link that was fitted last: {last['alpha_us']} us and {speed}."
+    text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {fitted}"
+    return section(rows, text, COLUMNS, entries(rows))
+
+
+def entries(rows: list[dict]) -> Iterator[dict]:
+    """A line per collective and size, then the published table and what two of its sizes say."""
+    theirs = {
+        (float(line["mb"]), int(line["processes"]), line["backend"]): float(line["mean_s"])
+        for line in published("allreduce")
+    }
+    for row in rows:
+        c = row["setting"]
+        n = c["ranks"]
+        if row["outcome"] != "ok":
+            yield row
+        for op, found in row.get("ops", {}).items():
+            speed = f"{found['gb_per_s']:.3g}" if found["gb_per_s"] else "no"
+            fitted = f"{found['alpha_us']:.0f} us, {speed} GB/s, {100 * found['residual']:.0f} %"
+            for mb, nbytes, ms in zip(c["mb"], row["nbytes"], found["ms"], strict=True):
+                moved = sent(op, nbytes, n)
+                yield row | dict(
+                    op=op.replace("_", "-"),
+                    size=f"{mb:g} {c['dtype']}",
+                    ms=ms,
+                    algorithm=nbytes / 1e6 / ms,
+                    bus=moved / 1e6 / ms,
+                    formula=ring_ms(row, nbytes) if op == "ring" else by_fit(found, moved),
+                    fitted=fitted,
+                    mean_s=theirs.get((mb, n, c["backend"])) if op == "all_reduce" else None,
+                )
+    for (mb, n, backend), seconds in theirs.items():
+        line = dict(op=f"published {backend}", ranks=n, size=f"{mb:g}", mean_s=seconds)
+        first = theirs.get((1, n, backend))
+        if first and mb == 1000:  # W, as of ours, is of what a rank sends
+            speed = sent_bytes("all_reduce", 0.999, n) / (seconds - first)
+            start = f"{1e3 * first:.0f} ms of start-up"
+            line |= dict(fitted=f"{start}, and {speed:.1f} GB/s from 1 to 1000 MB")
+        yield line
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lab.studies.collectives import fit
 from lab.studies.study import (
+    beside,
     check_ranks,
     curves,
     main,
@@ -38,7 +39,6 @@ from model import Transformer
 from trainer import config as config_flags
 from trainer.costs import link, measured, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
 from trainer.parallelize import build, model_config
 
@@ -177,20 +177,30 @@ def words(c: dict, device: str, compiled: bool, mode: str = "replicate") -> conf
     return config_flags.resolve(config_flags.parse([*shape, *sim, *how]), device, c["ranks"])
 
 
+def batch(c: dict, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens and targets [B, T] of this rank."""
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def whole_model(own: config_flags.Config, device: torch.device) -> Transformer:
+    """The model of resolved flags, the same on all ranks."""
+    torch.manual_seed(0)
+    model = Transformer(model_config(own, device)).to(device)
+    model.init_weights()
+    return model
+
+
 def trainer(c: dict, device: torch.device) -> tuple[Callable, Callable | None, Reducer | None]:
     """(a step, the same without communication, the reducer), None where the way has none."""
     cap = {"naive": 0, "overlap": 0, "flat": None, "bucketed": 1e6 * c.get("mb", 0)}
-    torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
-    x = tokens[:, :-1].contiguous()
-    y = tokens[:, 1:].contiguous()
+    x, y = batch(c, device)
     own = words(c, device.type, c["kind"] == "simulated")
     if c["way"] == "ours":
         step = build(own, device, c["ranks"])
         return lambda: step(x, y), None, None
-    torch.manual_seed(0)
-    model = Transformer(model_config(own, device)).to(device)
-    model.init_weights()
+    model = whole_model(own, device)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
     call = (
@@ -308,12 +318,36 @@ def constants(rows: list[dict]) -> tuple[float, float] | None:
     )
 
 
+COLUMNS = {
+    "ranks": "{kind}, {ranks}",
+    "way": "{name}",
+    "step ms": "{step_ms:,.1f}",
+    "all-reduces": "{calls}",
+    "communication %": "{communication_share:.0f}",
+    "exposed %": "{exposed_share:.0f}",
+    "exposed ms": "{exposed_ms:,.1f}",
+    "by formula, ms": "{formula_ms:,.1f}",
+    "published step s": "{published}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per way, then the best bucket by formula; published steps are of other sizes and no ratio is taken."""
-    theirs = {p["variant"]: p for p in published("ddp")}
-    lines = []
-    used = set()
+    theirs = {}
+    for line in published("ddp"):
+        step = f"{float(line['step_s']):.3f}" if line["step_s"] else line["notes"]
+        name = line["variant"]
+        theirs[name] = dict(kind="published", ranks=2, name=name, published=step)
+    c = rows[0]["setting"]
+    text = (
+        f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
+        f"{c['link']}. Published: the xl model on 2 GPUs."
+    )
+    entries = beside(measured_ways(rows), theirs, lambda line: line["variant"])
+    return section(rows, text, COLUMNS, entries)
 
+
+def measured_ways(rows: list[dict]) -> Iterator[dict]:
     def place(row: dict) -> tuple[str, int]:
         return row["setting"]["kind"], row["setting"]["ranks"]
 
@@ -324,57 +358,19 @@ def table(rows: list[dict]) -> tuple[str, str]:
         for row in own:
             c = row["setting"]
             name = f"{c['way']} {c['mb']:g} MB" if "mb" in c else c["way"]
-            other = theirs.get(THEIRS.get(c["way"], name), {})
-            step, exposed, sent = (
-                row.get(key) for key in ("step_ms", "exposed_ms", "communication_ms")
-            )
-            share = [
-                f"{100 * each / step:.0f}" if each is not None and step else ""
-                for each in (sent, exposed)
-            ]
-            model = (
-                1e3 * overhead(row["calls"], nbytes, *found)
-                if c["way"] == "bucketed" and found and step
-                else None
-            )
-            lines.append(
-                (
-                    f"{kind}, {ranks}",
-                    name,
-                    grouped(step or row["outcome"], 1),
-                    str(row.get("calls", "")),
-                    *share,
-                    grouped(exposed, 1, ""),
-                    grouped(model, 1, ""),
-                    seconds(other),
-                )
-            )
-            used.add(other.get("variant"))
+            line = row | dict(name=name, variant=THEIRS.get(c["way"], name))
+            step = row.get("step_ms")
+            for part in ("communication", "exposed"):
+                if step and row.get(f"{part}_ms") is not None:
+                    line[f"{part}_share"] = 100 * row[f"{part}_ms"] / step
+            if c["way"] == "bucketed" and found and step:
+                line["formula_ms"] = 1e3 * overhead(row["calls"], nbytes, *found)
+            yield line
         if found and nbytes:
             n, size = best(nbytes, *found)
-            least = grouped(1e3 * overhead(n, nbytes, *found), 1)
-            words = f"best by formula: {size / 1e6:.2g} MB"
-            lines.append((f"{kind}, {ranks}", words, "", f"{n:.1f}", "", "", "", least))
-    lines += [
-        ("published, 2", name, *[""] * 6, seconds(p))
-        for name, p in theirs.items()
-        if name not in used
-    ]
-    heads = (
-        "ranks | way | step ms | all-reduces | communication % | exposed % | exposed ms"
-        " | by formula, ms | published step s"
-    )
-    c = rows[0]["setting"]
-    text = (
-        f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
-        f"{c['link']}. Published: the xl model on 2 GPUs."
-    )
-    return section(rows, text, heads, lines)
-
-
-def seconds(line: dict) -> str:
-    """Of a step, as published; what is said where there is none."""
-    return f"{float(line['step_s']):.3f}" if line.get("step_s") else line.get("notes", "")
+            line = dict(kind=kind, ranks=ranks, variant=None, calls=f"{n:.1f}")
+            line |= dict(name=f"best by formula: {size / 1e6:.2g} MB")
+            yield line | dict(formula_ms=1e3 * overhead(n, nbytes, *found))
 
 
 def figure(rows: list[dict], folder) -> list:

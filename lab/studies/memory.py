@@ -18,7 +18,17 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.studies.study import SIZES, VOCAB, curves, main, on_ranks, published, section
+from lab.studies.study import (
+    SIZES,
+    VOCAB,
+    beside,
+    check_default,
+    curves,
+    main,
+    on_ranks,
+    published,
+    section,
+)
 from trainer import config
 from trainer.costs import reference
 from trainer.distributed.terminal import grouped
@@ -41,8 +51,7 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """A size of a GPU on a CPU, unless it is asked for."""
-    if args.device == "cpu" and not (args.small or args.size):
-        raise ValueError("--device cpu: the default size is for a GPU; give --small, or --size")
+    check_default(args, "size", "size is")
 
 
 def settings(args) -> list[dict]:
@@ -156,48 +165,49 @@ def states(top: timeline.Peak) -> Iterator[tuple[str, int]]:
     )
 
 
+COLUMNS = {
+    "size": "{size}",
+    "context": "{context}",
+    "precision": "{precision}",
+    "part": "{part}",
+    "peak MiB": "{peak_mib:,.1f}",
+    "16 bytes a parameter, MiB": "{formula_bytes:MiB ,.1f}",
+    "peak at": lambda row: row["moment"].partition(" in ")[0],
+    "largest of this run there, MiB": "{largest[0][0]} x {largest[0][1]:,.2f}: {what}",
+    "residual stream, MiB": "{residual_bytes:MiB ,.2f}",
+    "published GB": "{published}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published peaks beside those of the same size, part and context."""
+    same = dict(size="2.7b", precision="fp32")
     theirs = {
-        (part, int(line["context"])): line[column]
+        (part, int(line["context"])): same
+        | dict(context=line["context"], part=part, published=line[column])
         for line in published("memory_2p7b")
         for part, column in PUBLISHED.items()
     }
-    lines = []
-    seen = set()
-    for row in rows:
+
+    def key(row: dict) -> tuple[str, int] | None:
         c = row["setting"]
-        key = (row["setting"]["part"], row["setting"]["context"])
-        beside = theirs.get(key, "") if (c["size"], c["precision"]) == ("2.7b", "fp32") else ""
-        seen |= {key} if beside else set()
-        if row["outcome"] != "ok":
-            lines.append((*told(c), row["outcome"], *[""] * 4, beside))
-            continue
-        n, size, text = row["largest"][0]
-        largest = f"{n} x {grouped(size, 2)}: {text.partition(';')[0]}"
-        stream = f"{grouped(row['residual_bytes'] / 2**20, 2)}"
-        formula = grouped(16 * row["parameters"] / 2**20, 1) if c["part"] == "step" else ""
-        where = row["moment"].partition(" in ")[0]
-        lines.append(
-            (*told(c), grouped(row["peak_mib"], 1), formula, where, largest, stream, beside)
-        )
-    for (part, context), gb in theirs.items():
-        if (part, context) not in seen:
-            lines.append(("2.7b", str(context), "fp32", part, *[""] * 5, gb))
+        return (c["part"], c["context"]) if c | same == c else None
+
     n, mib = rows[0].get("largest_weight", ["", 0])
     text = (
         f"Batch {rows[0]['setting']['batch']}. The largest weight of {rows[0]['setting']['size']} is {n}, "
         f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments."
     )
-    heads = (
-        "size | context | precision | part | peak MiB | 16 bytes a parameter, MiB | peak at"
-        " | largest of this run there, MiB | residual stream, MiB | published GB"
-    )
-    return section(rows, text, heads, lines)
+    return section(rows, text, COLUMNS, beside(map(entry, rows), theirs, key))
 
 
-def told(c: dict) -> tuple[str, ...]:
-    return c["size"], str(c["context"]), c["precision"], c["part"]
+def entry(row: dict) -> dict:
+    """The line of a row: with what a whole step should hold, and the first words of its largest piece."""
+    if row["outcome"] != "ok":
+        return row
+    line = row | dict(what=row["largest"][0][2].partition(";")[0])
+    step = row["setting"]["part"] == "step"
+    return line | (dict(formula_bytes=16 * row["parameters"]) if step else {})
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -20,6 +20,9 @@ from torch._inductor.utils import fresh_cache
 
 from lab.studies.study import (
     SIZES,
+    Columns,
+    beside,
+    check_default,
     curves,
     main,
     milliseconds,
@@ -57,8 +60,7 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """Sizes of a GPU on a CPU, unless they are asked for."""
-    if args.device == "cpu" and not (args.small or args.sizes):
-        raise ValueError("--device cpu: the default sizes are for a GPU; give --small, or --sizes")
+    check_default(args, "sizes", "sizes are")
 
 
 def settings(args) -> list[dict]:
@@ -156,69 +158,61 @@ def summary(part: str, ms: list[float]) -> dict:
     )
 
 
-def theirs(size: str, precision: str, compiled: bool) -> str:
-    """Published ms of forward + backward of a size, and on what."""
-    found = []
-    for name, device, own, compiles, columns in PUBLISHED:
-        for line in published(name) if (own, compiles) == (precision, compiled) else ():
-            if NAMES.get(line["size"], line["size"]) == size:
-                found.append(
-                    " + ".join(grouped(1e3 * float(line[key]), 1) for key in columns.split())
-                    + f" ({device})"
-                )
-    return "; ".join(found)
+def theirs() -> dict[tuple[str, str, bool], dict]:
+    """{(size, precision, compiled): a line of published ms of forward + backward, and on what}"""
+    found = {}
+    for size in SIZES:
+        for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", True)):
+            texts = []
+            for name, device, own, compiles, columns in PUBLISHED:
+                for line in published(name) if (own, compiles) == (precision, compiled) else ():
+                    if NAMES.get(line["size"], line["size"]) == size:
+                        ms = (grouped(1e3 * float(line[key]), 1) for key in columns.split())
+                        texts.append(f"{' + '.join(ms)} ({device})")
+            line = dict(size=size, precision=precision, compiled=compiled)
+            if texts:
+                found[tuple(line.values())] = line | dict(published="; ".join(texts))
+    return found
+
+
+def columns(gpu: bool) -> Columns:
+    timed = "{%s_mean_ms:,.2f} ± {%s_std_ms:,.2f}, {%s_ms:,.2f}"
+    first = "{first_allocation_excess_ms:,.1f}, {first_product_excess_ms:,.1f}"
+    return {
+        "size": "{size}",
+        "how": lambda row: f"{row['precision']}, {'compiled' if row['compiled'] else 'eager'}",
+        "warm-up": "{warmup}",
+        **{f"{part}, ms": timed.replace("%s", part) for part in PARTS},
+        **({"excess: allocation, product, ms": first} if gpu else {}),
+        "excess: step, ms": "{excess_ms:,.1f}",
+        "published forward + backward, ms": "{published}",
+    }
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row, mean, deviation and median; published means beside what was warmed up."""
-    lines = []
-    gpu = any(not row["device"].startswith("CPU") for row in rows)
-    for row in rows:
+
+    def key(row: dict) -> tuple[str, str, bool] | None:
         c = row["setting"]
-        how = f"{c['precision']}, {'compiled' if c['compiled'] else 'eager'}"
-        ok = row["outcome"] == "ok"
         warm = c["warmup"] == WARMUPS[-1]
-        cells = (
-            [row["outcome"], "", ""]
-            if not ok
-            else [
-                f"{grouped(row[f'{part}_mean_ms'], 2)} ± {grouped(row.get(f'{part}_std_ms', 0), 2)}, "
-                f"{grouped(row[f'{part}_ms'], 2)}"
-                for part in PARTS
-            ]
-        )
-        excess = sum(row.get(f"{part}_excess_ms", 0) for part in PARTS) if ok else None
-        first = [row.get(f"first_{name}_excess_ms") for name in ("allocation", "product")]
-        told = [", ".join(grouped(ms, 1) for ms in first if ms is not None)] * gpu
-        lines.append(
-            (
-                c["size"],
-                how,
-                str(c["warmup"]),
-                *cells,
-                *told,
-                grouped(excess, 1) if ok else "",
-                theirs(c["size"], c["precision"], c["compiled"]) if warm else "",
-            )
-        )
-    sizes = {row["setting"]["size"] for row in rows}
-    for size in SIZES:
-        for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", True)):
-            if size not in sizes and (text := theirs(size, precision, compiled)):
-                how = f"{precision}, {'compiled' if compiled else 'eager'}"
-                lines.append((size, how, *[""] * (5 + gpu), text))
+        return (c["size"], c["precision"], c["compiled"]) if warm else None
+
+    gpu = any(not row["device"].startswith("CPU") for row in rows)
     c = rows[0]["setting"]
     text = (
         f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
         f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
         "than the median of the others."
     )
-    heads = (
-        "size | how | warm-up | forward, ms | backward, ms | optimizer, ms"
-        f"{' | excess: allocation, product, ms' * gpu} | excess: step, ms"
-        " | published forward + backward, ms"
-    )
-    return section(rows, text, heads, lines)
+    return section(rows, text, columns(gpu), beside(map(entry, rows), theirs(), key))
+
+
+def entry(row: dict) -> dict:
+    """The line of a row. One step alone has no deviation, and no excess over others."""
+    if row["outcome"] != "ok":
+        return row
+    line = {f"{part}_std_ms": 0 for part in PARTS} | row
+    return line | dict(excess_ms=sum(row.get(f"{part}_excess_ms", 0) for part in PARTS))
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -16,13 +16,12 @@ not divide l, that of the segment which holds most): of all that autograd holds,
 
 import math
 import sys
-import weakref
-from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lab.studies.study import curves, main, milliseconds, section
+from lab.studies.study import Held, curves, main, milliseconds, section
 from model import Block, ModelConfig
 from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped
@@ -148,43 +147,9 @@ def simulate(
     return max(free), kept
 
 
-class Held:
-    """Bytes that autograd holds for backward, each storage once, parameters not; `most` of them at once."""
-
-    def __init__(self, module: torch.nn.Module):
-        self.own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.users = Counter()
-        self.now = 0
-        self.most = 0
-
-    def hooks(self):
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
-
-    def pack(self, t: torch.Tensor):
-        storage = t.untyped_storage()
-        key = storage.data_ptr()
-        nbytes = storage.nbytes()
-        box = _Box(t)
-        if key not in self.own:
-            self.users[key] += 1
-            self.now += nbytes * (self.users[key] == 1)
-            self.most = max(self.most, self.now)
-            weakref.finalize(box, self.drop, key, nbytes)
-        return box
-
-    def drop(self, key: int, nbytes: int) -> None:
-        self.users[key] -= 1
-        self.now -= nbytes * (self.users[key] == 0)
-
-
-class _Box:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-
 def held(blocks: torch.nn.Sequential, x: torch.Tensor, c: int) -> int:
     """Most bytes that autograd holds in a step with c checkpoints, 0: with none."""
-    counter = Held(blocks)
+    counter = Held(blocks.parameters())
     layers = list(blocks)
     size = math.ceil(len(layers) / c) if c else len(layers)
 
@@ -238,60 +203,64 @@ def fastest(rows: list[dict]) -> dict | None:
     )
 
 
+COLUMNS = {
+    "setting": "{name}",
+    "t_f + t_b, ms": "{forward_ms:,.2f} + {backward_ms:,.2f}",
+    "by formula": "{formula}",
+    "simulated, or counted": "{found}",
+    "note": "{note}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
-    """A line per micro-batch and per number of checkpoints: what the formula says beside what was found."""
-    lines = []
-    for row in rows:
-        c = row["setting"]
-        if row["outcome"] != "ok":
-            lines.append((f"b = {c.get('micro_batch', '')}", "", "", row["outcome"]))
-        elif "micro_batch" in c:
-            kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
-            kept += "; least time" * (row is fastest(rows))
-            found = (
-                f"{grouped(row['gpipe_ms'], 1)} GPipe, {grouped(row['1f1b_ms'], 1)} 1F1B, simulated"
-            )
-            times = f"{grouped(row['forward_ms'], 2)} + {grouped(row['backward_ms'], 2)}"
-            lines.append(
-                (
-                    f"b = {c['micro_batch']}, m = {row['micro_batches']}",
-                    times,
-                    f"{grouped(row['batch_ms'], 1)} ms, bubble {100 * row['bubble']:.0f} %",
-                    found,
-                    kept,
-                )
-            )
-        else:
-            kib = {int(n): size / 2**10 for n, size in row["counted"].items()}
-            least = min(kib, key=kib.get)
-            lines.append(
-                (
-                    f"l = {c['layers']}, none",
-                    "",
-                    f"{c['layers'] * row['a_int'] / 2**10:.0f} KiB",
-                    f"{row['none'] / 2**10:.0f} KiB",
-                    f"A_int / A_in = {row['a_int'] / row['a_in']:.2f}",
-                )
-            )
-            for n, size in kib.items():
-                published, exact = (each / 2**10 for each in formula(row, n))
-                best = f"least; sqrt(l A_int / A_in) = {row['best']:.1f}" * (n == least)
-                lines.append(
-                    (
-                        f"l = {c['layers']}, c = {n}",
-                        "",
-                        f"{published:.0f} KiB, input once: {exact:.0f}",
-                        f"{size:.0f} KiB",
-                        best,
-                    )
-                )
     c = rows[0]["setting"]
     text = (
         f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
         f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage."
     )
-    heads = "setting | t_f + t_b, ms | by formula | simulated, or counted | note"
-    return section(rows, text, heads, lines)
+    return section(rows, text, COLUMNS, entries(rows))
+
+
+def entries(rows: list[dict]) -> Iterator[dict]:
+    """A line per micro-batch and per number of checkpoints: what the formula says beside what was found."""
+    for row in rows:
+        c = row["setting"]
+        if row["outcome"] != "ok":
+            yield row | dict(name=f"b = {c.get('micro_batch', '')}")
+        elif "micro_batch" in c:
+            kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
+            simulated = (grouped(row[f"{name}_ms"], 1) for name in SCHEDULES)
+            yield row | dict(
+                name=f"b = {c['micro_batch']}, m = {row['micro_batches']}",
+                formula=f"{grouped(row['batch_ms'], 1)} ms, bubble {100 * row['bubble']:.0f} %",
+                found="{} GPipe, {} 1F1B, simulated".format(*simulated),
+                note=kept + "; least time" * (row is fastest(rows)),
+            )
+        else:
+            yield from checkpoint_entries(row)
+
+
+def checkpoint_entries(row: dict) -> Iterator[dict]:
+    layers = row["setting"]["layers"]
+
+    def kib(nbytes: float) -> str:
+        return f"{nbytes / 2**10:.0f}"
+
+    yield dict(
+        name=f"l = {layers}, none",
+        formula=f"{kib(layers * row['a_int'])} KiB",
+        found=f"{kib(row['none'])} KiB",
+        note=f"A_int / A_in = {row['a_int'] / row['a_in']:.2f}",
+    )
+    least = min(row["counted"].values())
+    for n, size in row["counted"].items():
+        published, exact = map(kib, formula(row, int(n)))
+        yield dict(
+            name=f"l = {layers}, c = {n}",
+            formula=f"{published} KiB, input once: {exact}",
+            found=f"{kib(size)} KiB",
+            note=f"least; sqrt(l A_int / A_in) = {row['best']:.1f}" * (size == least),
+        )
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -10,6 +10,7 @@ of a gradient summed over micro-batches in each dtype. CUDA's autocast is run on
 
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -249,21 +250,30 @@ def number(value: object) -> str:
     return f"{value:.4f}" if abs(value) >= 0.1 and math.isfinite(value) else f"{value:.2g}"
 
 
+COLUMNS = {
+    "what": "{what}",
+    **{name: f"{{{name}}}" for name in KINDS},
+    "published, fp16": "{published}",
+    "the published one is": "{wrong}",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
+    text = "The sum of 1000 x 0.01 should be 10; under autocast and the policy, the dtype that each tensor has."
+    return section(rows, text, COLUMNS, entries(rows))
+
+
+def entries(rows: list[dict]) -> Iterator[dict]:
     """A line each; the published figures are of fp16, of autocast on a GPU."""
-    theirs = {line["what"]: line for line in published("precision")}
-    lines = []
+    theirs = {line["what"]: line["fp16"] for line in published("precision")}
     for row in rows:
         for what, found in row.get("lines", []):
-            other = theirs.get(what.removeprefix("autocast, CUDA: "))
-            told = other and other["fp16"]
-            wrong = "wrong" * bool(told and told != number(found["fp16"]))
-            lines.append((what, *(number(found.get(name)) for name in KINDS), told or "", wrong))
+            line = dict(what=what) | {name: number(found.get(name)) for name in KINDS}
+            if other := theirs.get(what.removeprefix("autocast, CUDA: ")):
+                line |= dict(published=other, wrong="wrong" * (other != line["fp16"]))
+            yield line
         if row["outcome"] != "ok":
-            lines.append((str(row["setting"]), row["outcome"]))
-    heads = "what | fp32 | fp16 | bf16 | published, fp16 | the published one is"
-    text = "The sum of 1000 x 0.01 should be 10; under autocast and the policy, the dtype that each tensor has."
-    return section(rows, text, heads, lines)
+            yield row | dict(what=str(row["setting"]))
 
 
 def figure(rows: list[dict], folder) -> list:

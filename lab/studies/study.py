@@ -20,15 +20,18 @@ import json
 import math
 import pickle
 import re
+import string
 import sys
 import tempfile
 import time
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,6 +142,12 @@ def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
     except ValueError as error:
         fail(str(error), 0)
     return args
+
+
+def check_default(args: argparse.Namespace, flag: str, what: str) -> None:
+    """ValueError where what is measured by default is for a GPU, which is not there, and `flag` names nothing else."""
+    if args.device == "cpu" and not (args.small or getattr(args, flag)):
+        raise ValueError(f"--device cpu: the default {what} for a GPU; give --small, or --{flag}")
 
 
 def check_folder(path: Path) -> None:
@@ -299,6 +308,40 @@ def milliseconds(
     return {name: timer.ms() for name, timer in timers.items()}
 
 
+class Held:
+    """Bytes that autograd holds for backward, each storage once, without `tensors`; `most` of them at once."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self.own = {t.untyped_storage().data_ptr() for t in tensors}
+        self.users = Counter()
+        self.now = 0
+        self.most = 0
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
+
+    def pack(self, t: torch.Tensor):
+        storage = t.untyped_storage()
+        key = storage.data_ptr()
+        nbytes = storage.nbytes()
+        box = _Box(t)
+        if key not in self.own:
+            self.users[key] += 1
+            self.now += nbytes * (self.users[key] == 1)
+            self.most = max(self.most, self.now)
+            weakref.finalize(box, self.drop, key, nbytes)
+        return box
+
+    def drop(self, key: int, nbytes: int) -> None:
+        self.users[key] -= 1
+        self.now -= nbytes * (self.users[key] == 0)
+
+
+class _Box:
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
 def transformer(size: str, device, **more) -> Transformer:
     """The llama-style model of one of SIZES, with its first values. more: of model.ModelConfig."""
     width, depth, heads = SIZES[size]
@@ -395,23 +438,65 @@ def published(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()))
 
 
+class Cells(string.Formatter):
+    """str.format, in which a comma groups by apostrophes, a unit before the format converts bytes or seconds to it
+    ("{nbytes:MiB ,.2f}"), and text of a csv file is read where a number is asked for. KeyError also for None."""
+
+    UNITS = {"KiB": 2**-10, "MiB": 2**-20, "ms": 1e3}
+
+    def get_field(self, name: str, args, kwargs):
+        value, first = super().get_field(name, args, kwargs)
+        if value is None:
+            raise KeyError(name)
+        return value, first
+
+    def format_field(self, value, spec: str) -> str:
+        unit, _, spec = spec.rpartition(" ")
+        number = spec.endswith(("f", "g", "%"))
+        value = self.UNITS.get(unit, 1) * float(value) if number else value
+        return format(value, spec).replace(*",'" if "," in spec else ",,")
+
+
+# {heading: a format of a line's values, or a function of the line}
+Columns = dict[str, str | Callable[[dict], str]]
+
+
+def lines(rows: Iterable[dict], columns: Columns) -> str:
+    """A Markdown table of a line per row, {name: value}, beside which its "setting" is looked into. A cell whose values
+    a row lacks is empty; the first such cell of a row that failed holds the outcome."""
+    table = []
+    for row in rows:
+        row = row.get("setting", {}) | row
+        missing = row["outcome"] if row.get("outcome", "ok") != "ok" else ""
+        table.append([])
+        for value in columns.values():
+            try:
+                text = value(row) if callable(value) else Cells().vformat(value, (), row)
+            except KeyError:
+                text, missing = missing, ""
+            table[-1].append(text)
+    return markdown([(title, [line[i] for line in table]) for i, title in enumerate(columns)])
+
+
+def beside(rows: Iterable[dict], others: dict[Any, dict], key: Callable[[dict], Any]) -> list[dict]:
+    """Each row with the values of the published line that has its key, then the published lines that have no row."""
+    rows = [(key(row), row) for row in rows]
+    seen = {key for key, _ in rows}
+    found = [others.get(key, {}) | row.get("setting", {}) | row for key, row in rows]
+    return found + [line for key, line in others.items() if key not in seen]
+
+
 def section(
-    rows: list[dict], text: str, heads: str, lines: list[tuple[str, ...]]
+    rows: list[dict], text: str, columns: Columns, entries: Iterable[dict]
 ) -> tuple[str, str]:
-    """The text above a table: the study, where its rows come from, and what it asks; and the table."""
+    """The text above a table: the study, where its rows come from, and what it asks; and the table of `entries`."""
 
     def each(key: str) -> str:
         return ", ".join(sorted({str(row[key])[: 7 if key == "commit" else None] for row in rows}))
 
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
     about = f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}."
-    return f"{about} {text}", table_of(heads, lines)
-
-
-def table_of(heads: str, lines: list[tuple[str, ...]]) -> str:
-    """A Markdown table of titles, with " | " between them, and lines, which may end early; there may be none."""
-    columns = zip_longest(heads.split(" | "), *lines, fillvalue="")
-    return markdown([(title, cells) for title, *cells in columns])
+    return f"{about} {text}", lines(entries, columns)
 
 
 def figure(study: ModuleType, rows: list[dict], folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ scatters gradients to their owners instead, 2 (N-1)/N S in all. What is sent is 
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.studies.ddp import FULL, SMALL, Reducer, words
+from lab.studies.ddp import FULL, SMALL, Reducer, batch, whole_model, words
 from lab.studies.study import check_ranks, main, milliseconds, on_ranks, published, section
-from model import Transformer
 from trainer.costs import link, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import grouped
 from trainer.measuring.memory import memory_now, peak, reset_peak
 from trainer.measuring.timing import stats
 from trainer.optimizer import local
-from trainer.parallelize import build, model_config
+from trainer.parallelize import build
 
 SAME = *SMALL, "ranks"
 WAYS = "whole", "sharded", "fully_shard"
@@ -179,10 +177,7 @@ def trainer(
     c: dict, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any], dict[str, dict]]:
     """(a step, one that notes what is held, what it noted by moments); "after init" is there at once."""
-    torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
-    x = tokens[:, :-1].contiguous()
-    y = tokens[:, 1:].contiguous()
+    x, y = batch(c, device)
     own = words(c, device.type, False, "fully_shard")
     if c["way"] == "fully_shard":
         step = build(own, device, c["ranks"])
@@ -201,10 +196,7 @@ def trainer(
             moments["after the update"] = held(params, None, states, device)
 
         return lambda: step(x, y), noted, moments
-    torch.manual_seed(0)
-    model = Transformer(model_config(own, device)).to(device)
-    model.init_weights()
-    # As main.py's is.
+    model = whole_model(own, device)
     params = list(model.parameters())
     kind = torch.optim.AdamW
     how = dict(lr=1e-3, fused=True)
@@ -290,62 +282,57 @@ def arithmetic(way: str, parameters: float, n: int) -> tuple[float, float, float
     return rest, rest, 2 * (whole if way == "whole" else part)
 
 
+COLUMNS = {
+    "way": "{way}",
+    "moment": "{moment}",
+    **{piece: f"{{{piece}:MiB ,.2f}}" for piece in PIECES},
+    "by arithmetic": "{arithmetic}",
+    "rest": "{rest_mib:,.1f}",
+    "peak": "{top_mib:,.1f}",
+    "step ms": "{step_ms:,.1f}",
+    "sent MiB": "{sent_bytes:MiB .2f}",
+    "published": "{peak_gb} GB, {step_s} s",
+}
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
-    """A line per way and moment; bytes sent beside those of ZeRO stage 1."""
-    theirs = {p["optimizer_state"]: p for p in published("zero1")}
-    lines = []
-    mib = 2**20
-    for row in rows:
-        c = row["setting"]
-        if row["outcome"] != "ok":
-            lines.append((c["way"], row["outcome"]))
-            continue
-        total = sum(row["sent"].values()) / mib
-        parameters = (
-            next(r for r in rows if r["outcome"] == "ok")["moments"]["after init"]["parameters"] / 4
-        )
-        formula = " + ".join(
-            f"{size / mib:.2f}" for size in arithmetic(c["way"], parameters, c["ranks"])
-        )
-        for moment, found in row["moments"].items():
-            last = moment == "after the update"
-            first = moment == "after init"
-            sizes = [found[piece] / mib if piece in found else None for piece in PIECES]
-            rest = None if None in sizes else found["now_mib"] - sum(sizes)
-            top = row.get("peak_alloc_mib", row.get("peak_rss_mib"))
-            other = theirs.get(THEIRS.get(c["way"]), {}) if last else {}
-            lines.append(
-                (
-                    c["way"],
-                    moment,
-                    *(grouped(size, 2, "") for size in sizes),
-                    formula * last,
-                    grouped(rest, 1, ""),
-                    grouped(top, 1, "") * last,
-                    grouped(row["step_ms"], 1) * last,
-                    f"{total:.2f}" * first,
-                    f"{other['peak_gb']} GB, {other['step_s']} s" if other else "",
-                )
-            )
     c = rows[0]["setting"]
-    size = (
-        max(
-            (r["moments"]["after init"]["parameters"] for r in rows if r["outcome"] == "ok"),
-            default=0,
-        )
-        / mib
-    )
-    stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * size
+    whole = max((row["moments"]["after init"]["parameters"] for row in measured(rows)), default=0)
+    stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * whole / 2**20
     text = (
         f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
         f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
         "CPU of the whole process, as is the peak, of the second step."
     )
-    heads = (
-        "way | moment | parameters | gradients | states | by arithmetic | rest | peak | step ms"
-        " | sent MiB | published"
-    )
-    return section(rows, text, heads, lines)
+    return section(rows, text, COLUMNS, entries(rows))
+
+
+def measured(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["outcome"] == "ok"]
+
+
+def entries(rows: list[dict]) -> Iterator[dict]:
+    """A line per way and moment; bytes sent beside those of ZeRO stage 1."""
+    theirs = {line["optimizer_state"]: line for line in published("zero1")}
+    for row in rows:
+        if row["outcome"] != "ok":
+            yield row
+            continue
+        c = row["setting"]
+        way = c["way"]
+        parameters = measured(rows)[0]["moments"]["after init"]["parameters"] / 4
+        formula = (f"{size / 2**20:.2f}" for size in arithmetic(way, parameters, c["ranks"]))
+        for moment, found in row["moments"].items():
+            line = dict(way=way, moment=moment) | found
+            if found.keys() >= set(PIECES):
+                line["rest_mib"] = found["now_mib"] - sum(found[piece] for piece in PIECES) / 2**20
+            if moment == "after init":
+                line["sent_bytes"] = sum(row["sent"].values())
+            if moment == "after the update":
+                line |= theirs.get(THEIRS.get(way), {})
+                line |= dict(arithmetic=" + ".join(formula), step_ms=row["step_ms"])
+                line["top_mib"] = row.get("peak_alloc_mib", row.get("peak_rss_mib"))
+            yield line
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -26,17 +26,67 @@ def test_a_study_has_what_the_shared_part_calls(name):
     assert f"python -m lab.studies.{name}" in module.__doc__
 
 
-@pytest.mark.parametrize("name", study.names())
-@pytest.mark.parametrize("words, told", [
-    ("--repeat 0", "--repeat 0: must be at least 1"), ("--foo", "--foo: no such flag"),
-    ("--device gpu", "--device: invalid choice"),
-    ("--small --results /proc/none/x.jsonl", "--results /proc/none/x.jsonl"),
-    ("--small --plots /proc/none", "--plots /proc/none: "),
-    (f"--small --plots {__file__}", f"--plots {__file__}: File exists"),
-])  # fmt: skip
-def test_a_bad_flag_is_one_line(call_study, name, words, told):
-    done = call_study(study.study(name), *words.split())
-    assert done.code == 2 and told in one_line(done.err)
+# A command line of a study, and what its one line on stderr says. Flags of all studies are tried with one of them.
+REFUSED = {
+    "accounting --repeat 0": "--repeat 0: must be at least 1",
+    "accounting --foo": "--foo: no such flag",
+    "accounting --device gpu": "--device: invalid choice",
+    "accounting --small --results /proc/none/x.jsonl": "--results /proc/none/x.jsonl",
+    "accounting --small --plots /proc/none": "--plots /proc/none: ",
+    f"accounting --small --plots {__file__}": f"--plots {__file__}: File exists",
+    "attention": "--device cpu: the default lengths are for a GPU; give --small, or --seqlen",
+    "attention --sweep reference --seqlen 1000": "--seqlen 1000: must divide the 32768 tokens",
+    "attention --head-dim 0": "--head-dim 0: must be at least 1",
+    "attention --heads 32 --kv-heads 5": "--kv-heads 5: must divide the 32",
+    "attention --backend fast": "--backend: invalid choice: 'fast'",
+    "collectives --ranks 17": "--ranks 17: a study starts 16 processes at most",
+    "collectives --ranks 0": "--ranks 0: must be at",
+    "collectives --ranks 1": "--ranks 1: one rank has nobody",
+    "collectives --mb -1": "--mb -1: must be above 0",
+    "collectives --dtypes int3": "--dtypes: invalid choice",
+    "collectives --backend nccl": "--backend nccl: not there for cpu; use gloo",
+    "collectives --backend x": "--backend x: not",
+    "collectives --pieces 0": "--pieces 0: must be at least 1",
+    "ddp --link none": "--link none: has no latency or takes no time",
+    "ddp --link fast": "--link fast: must be",
+    "ddp --link measured:none.jsonl": "--link measured:none.jsonl: No such file",
+    "ddp --ranks 99": "--ranks 99: a study starts 16",
+    "ddp --ranks 1": "--ranks 1: one rank has nobody",
+    "ddp --buckets 0": "--buckets 0: must be above 0",
+    "ddp --world 0": "--world 0: ",
+    "ddp --world 1": "--world 1: one rank has nobody",
+    "memory": "--device cpu: the default size is for a GPU; give --small, or --size",
+    "memory --context 0": "--context 0: must be at least 1",
+    "phases": "--device cpu: the default sizes are for a GPU; give --small, or --sizes",
+    "phases --sizes huge": "--sizes: invalid choice: 'huge'",
+    "pipeline --small --batch 7": "--batch 7: must be a multiple of --replicas 2",
+    "zero1 --ranks 17": "--ranks 17: a study starts 16",
+    "zero1 --ranks 0": "--ranks 0: must be at",
+    # Of all studies:
+    "--only phase": "--only: invalid choice",
+    "--foo": "--foo: no such flag",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_wrong_is_one_line_and_exit_code_2(call_study, capfd, words):
+    name, *flags = words.split()
+    if name in study.names():
+        done = call_study(study.study(name), *flags)
+        code, err = done.code, done.err
+    else:
+        with pytest.raises(SystemExit) as exit:
+            everything.main([name, *flags])
+        code, err = exit.value.code, capfd.readouterr().err
+    assert code == 2 and REFUSED[words] in one_line(err)
+
+
+@pytest.mark.parametrize("words", ["phases --sizes tiny", "memory --size tiny", "attention --seqlen 64",
+                                   "phases --small", "memory --small", "attention --small"])  # fmt: skip
+def test_what_is_asked_for_by_name_is_begun_on_a_cpu(call_study, monkeypatch, words):
+    monkeypatch.setattr(study, "run", lambda name, settings, *_: sys.exit(len(settings)))
+    name, *flags = words.split()
+    assert call_study(study.study(name), *flags).code > 2
 
 
 def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_study, monkeypatch):
@@ -153,15 +203,6 @@ def test_all_studies_run_one_after_the_other(monkeypatch, code):
     assert len(ran) == len(study.names())
 
 
-@pytest.mark.parametrize("words, told", [
-    ("--only phase", "--only: invalid choice"), ("--foo", "--foo: no such flag"),
-])  # fmt: skip
-def test_a_bad_flag_of_all_studies_is_one_line(capfd, words, told):
-    with pytest.raises(SystemExit) as exit:
-        everything.main(words.split())
-    assert exit.value.code == 2 and told in one_line(capfd.readouterr().err)
-
-
 def test_a_table_is_of_the_newest_settings_alone():
     def row(**setting):
         return dict(study="ddp", setting=setting, outcome="ok", device="c", torch="t")
@@ -173,9 +214,23 @@ def test_a_table_is_of_the_newest_settings_alone():
     assert study.newest("ddp", rows[:2]) == rows[1:2]
 
 
-def test_a_table_may_have_no_lines():
-    assert study.table_of("a | b", [("x", "1"), ("y",)]) == "| a | b |\n|---|---:|\n| x | 1 |\n| y |  |"
-    assert study.table_of("a | b", []) == "| a | b |\n|---|---|"
+def test_a_cell_is_formatted_or_empty_and_a_row_that_failed_shows_why():
+    columns = {"a": "{name}", "b": "{ms:,.1f}", "c": "{nbytes:KiB ,.0f} of {ms}"}
+    rows = [dict(setting=dict(name="x"), outcome="ok", ms="1234.56", nbytes=2048), dict(name="y", ms=None),
+            dict(name="z", ms=2, outcome="OOM a|b"), dict(setting=dict(name="w"), outcome="failed: no")]  # fmt: skip
+    columns["d"] = lambda row: str(row["nbytes"] + 1)
+    assert study.lines(rows, columns).splitlines() == [
+        "| a | b | c | d |", "|---|---:|---:|---:|", "| x | 1'234.6 | 2 of 1234.56 | 2049 |", "| y |  |  |  |",
+        "| z | 2.0 | OOM a/b |  |", "| w | failed: no |  |  |"]  # fmt: skip
+    assert study.lines([], dict(a="{a}", b="{b}")) == "| a | b |\n|---|---|"
+
+
+def test_published_lines_stand_beside_their_rows_and_the_others_below_them():
+    theirs = {1: dict(x=1, gb="5"), 2: dict(x=2, gb="6")}
+    rows = [dict(setting=dict(x=2), ms=3), dict(setting=dict(x=7), ms=4)]
+    found = study.beside(rows, theirs, lambda row: row["setting"]["x"])
+    assert study.lines(found, {"x": "{x}", "ms": "{ms}", "gb": "{gb}"}).splitlines()[2:] == [
+        "| 2 | 3 | 6 |", "| 7 | 4 |  |", "| 1 |  | 5 |"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", study.names())
@@ -288,7 +343,7 @@ def test_counted_bytes_by_checkpoints_are_those_of_the_formula(one_thread):
     assert row["a_int"] - statistics == kept_per_block(config) * row["a_in"] and row["a_in"] == x.nbytes
 
 
-def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(call_study, tmp_path):
+def test_pipeline_finds_the_best_micro_batch(call_study, tmp_path):
     words = ["--small", "--width", 16, "--head-dim", 8, "--seqlen", 8, "--layers", 2, "--repeat", 1]
     done = call_study(pipeline, *words, "--results", tmp_path / "rows.jsonl")
     rows = rows_of(tmp_path / "rows.jsonl")
@@ -299,8 +354,6 @@ def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(ca
         assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
     least = min(rows[:-1], key=lambda row: row["batch_ms"])["setting"]["micro_batch"]
     assert [line.split()[3] for line in done.out.splitlines() if "; least time" in line] == [f"{least},"]
-    done = call_study(pipeline, *"--small --batch 7".split())
-    assert done.code == 2 and "--batch 7: must be a multiple of --replicas 2" in one_line(done.err)
 
 
 def test_sums_of_low_precision_are_those_that_were_published():

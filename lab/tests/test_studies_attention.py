@@ -136,15 +136,3 @@ def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
     _, columns = report.attention([*rows, row("flash", 1.0, device="B200")])
     ratios = next(texts for title, texts in columns if title == "x")
     assert ratios == ["1.50", "2.00", "1.00", "", "1.00"]
-
-
-@pytest.mark.parametrize("argv, said", [
-    ("--sweep reference --seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"),
-    ("--head-dim 0", "--head-dim 0: must be at least 1"),
-    ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"),
-])  # fmt: skip
-def test_bad_flags_exit_2_with_a_line(argv, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit:
-        study.main(attention, [*argv.split(), "--device", "cpu"])
-    assert exit.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]

@@ -169,24 +169,6 @@ def test_a_file_without_a_link_is_one_line(train, tmp_path, text, told):
     assert run.code == 2 and f"--link measured:{path}: {told}" in one_line(run.err)
 
 
-@pytest.mark.parametrize("module, words, told", [
-    (collectives, "--ranks 17", "--ranks 17: a study starts 16 processes at most"),
-    (collectives, "--ranks 0", "--ranks 0: must be at"), (collectives, "--ranks 1", "--ranks 1: one rank has nobody"),
-    (collectives, "--mb -1", "--mb -1: must be above 0"), (collectives, "--dtypes int3", "--dtypes: invalid choice"),
-    (collectives, "--backend nccl", "--backend nccl: not there for cpu; use gloo"),
-    (collectives, "--backend x", "--backend x: not"), (collectives, "--pieces 0", "--pieces 0: must be at least 1"),
-    (ddp, "--link none", "--link none: has no latency or takes no time"), (ddp, "--link fast", "--link fast: must be"),
-    (ddp, "--ranks 99", "--ranks 99: a study starts 16"), (ddp, "--buckets 0", "--buckets 0: must be above 0"),
-    (ddp, "--link measured:none.jsonl", "--link measured:none.jsonl: No such file"),
-    (ddp, "--world 0", "--world 0: "), (ddp, "--world 1", "--world 1: one rank has nobody"),
-    (ddp, "--ranks 1", "--ranks 1: one rank has nobody"),
-    (zero1, "--ranks 17", "--ranks 17: a study starts 16"), (zero1, "--ranks 0", "--ranks 0: must be at"),
-])  # fmt: skip
-def test_ranks_links_and_backends_that_are_not_there_are_one_line(call_study, module, words, told):
-    done = call_study(module, *words.split())
-    assert done.code == 2 and told in one_line(done.err)
-
-
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_without_a_flag_a_study_takes_the_gpus_that_are_there(monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
