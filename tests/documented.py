@@ -70,6 +70,8 @@ def program(command: str) -> list[str] | None:
     elif first == "torchrun":
         start = next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), len(words))
         words = words[start:]
+        if words[:1] == ["tests/planted.py"]:
+            words = words[2:]  # the program in which it plants a fault
     return None if not words or "-c" in words else [word for word in words if word != "-m"]
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conversations import SPECIAL, TEMPLATES, TURNS, chats
+from planted import planting
 from running import TINY, TORCHRUN, read, resolved
 from torch._inductor import config as inductor
 from torch.nn.attention import flex_attention as flex
@@ -216,12 +218,13 @@ def outcome(capfd, call, results=None):
 
 @pytest.fixture
 def train(capfd, tmp_path):
-    """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+    """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them.
+    fault: planted in it, as tests/planted.py says."""
 
-    def train(*argv, rank=0, world=1, **env):
+    def train(*argv, rank=0, world=1, fault="", **env):
         results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         argv = [*TINY, "--results", str(results), *map(str, argv)]
-        with mock.patch.dict(os.environ, env):
+        with mock.patch.dict(os.environ, env), planting(fault) if fault else nullcontext():
             return outcome(capfd, lambda: main.main(flags.parse(argv), rank, rank, world), results)
 
     return train

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from harness import free_port, processes, start_server
@@ -32,6 +33,7 @@ def _rank(
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     import torch
+    from planted import planting
 
     import main  # is there already, from the process that this one is forked from
     from trainer.data import Batches
@@ -46,12 +48,13 @@ def _rank(
         main.Run.evaluate = lambda run: None
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
-    if argv[:1] != ["finetune.py"]:
-        sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
-    import finetune
-    from trainer.finetuning import config
+    with planting(env["FAULT"]) if "FAULT" in env else nullcontext():
+        if argv[:1] != ["finetune.py"]:
+            sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
+        import finetune
+        from trainer.finetuning import config
 
-    sys.exit(finetune.main(config.parse(argv[1:], rank), rank, rank, world))
+        sys.exit(finetune.main(config.parse(argv[1:], rank), rank, rank, world))
 
 
 def _record(batches: type, path: str) -> None:
@@ -74,7 +77,7 @@ class Job:
     """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. err: a file for standard
     error, if it is to be apart from `log`. cwd: where the ranks run. env: of the ranks;
     ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
-    weights; EVALUATE_ON_0: these do not evaluate."""
+    weights; EVALUATE_ON_0: these do not evaluate; FAULT: planted in the run, as tests/planted.py says."""
 
     def __init__(
         self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,

@@ -75,10 +75,11 @@ def module(*command, timeout=600, cwd=ROOT):
     return ran(sys.executable, "-W", "ignore", how, *command, cwd=cwd, timeout=timeout, PYTHONPATH=str(ROOT))
 
 
-def torchrun(*argv):
-    """main.py on two gloo ranks. `code`: of the first rank that failed, as torchrun reports it; `err`: ours."""
+def torchrun(*argv, program=(ROOT / "main.py",)):
+    """main.py, or another program, on two gloo ranks. `code`: of the first rank that failed, as torchrun reports it;
+    `err`: ours."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    done = ran(*command, ROOT / "main.py", *argv, cwd=None, OMP_NUM_THREADS="1")
+    done = ran(*command, *program, *argv, cwd=None, OMP_NUM_THREADS="1")
     if report := done.err.partition("Root Cause")[2]:
         done.code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1])
     done.err = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.err, maxsplit=1, flags=re.MULTILINE)[0]

@@ -1,4 +1,4 @@
-"""Faults planted in real runs (trainer/fault_tolerance/inject.py): each ends as promised, in a line, and loses nothing.
+"""Faults planted in real runs (tests/planted.py): each ends as promised, in a line, and loses nothing.
 
     pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 at random moments: tests/test_soak.py
 """
@@ -13,20 +13,23 @@ from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
+import planted
 import pytest
 import torch
 import torch.distributed as dist
 from forked import Job
-from harness import ONE_GRAPH, free_port, processes, start_server
-from running import TINY, end_of_signal, fails, read
+from harness import free_port, processes, start_server
+from running import ROOT, TINY, end_of_signal, fails, read, resolved, torchrun
 from saved import assert_bitwise, contents, state_of, steps_in
 
 from simple_fsdp import data_parallel
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
+from trainer.data import Batches
 from trainer.distributed.control import Control, control_group
-from trainer.fault_tolerance import errors, inject, watchdog
+from trainer.fault_tolerance import errors, watchdog
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -42,7 +45,7 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_
     fault, code, train, tmp_path
 ):
     argv = "--log-every", 1, "--save"
-    stopped = train(*argv, "run", FAULT=fault)
+    stopped = train(*argv, "run", fault=fault)
     assert stopped.code == code
     assert steps_in("run") == [3]
     name = signal.Signals(code - 128).name
@@ -64,17 +67,17 @@ def assert_goes_on(stopped, argv, train, folder):
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path):
     argv = "--grad-accum", 3, "--accum-sync", sync, "--log-every", 1, "--save"
-    stopped = train(*argv, "run", FAULT="0:3:forward:term")
+    stopped = train(*argv, "run", fault="0:3:forward:term")
     assert stopped.code == 143 and steps_in("run") == [2] and len(stopped.steps) == 2
     assert state_of("run/step-00000002")["samples"] == 2 * 6
     assert_goes_on(stopped, argv, train, tmp_path)
 
 
 def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, trains, monkeypatch):
-    unsaved = train(FAULT="0:2:data:term")
+    unsaved = train(fault="0:2:data:term")
     assert unsaved.code == 143
     assert "after step 2; nothing is saved without --save" in end_of_signal(unsaved.err)
-    trains("--save", "end", FAULT="0:6:update:term")
+    trains("--save", "end", fault="0:6:update:term")
     assert steps_in("end") == [6], "it had come to its end"
     monkeypatch.setattr("trainer.run.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", "early")
@@ -90,21 +93,21 @@ def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", ended)
-    done = train("--save", "run", FAULT="0:1:forward:int,0:1:backward:raise")
+    done = train("--save", "run", fault="0:1:forward:int,0:1:backward:raise")
     assert done.code == 130 and done.row["outcome"] == "stopped: SIGINT" and [*(tmp_path / "run").iterdir()] == []
     assert done.err.splitlines()[1:] == ["stopped by SIGINT before the first step was done: nothing was saved"]
-    assert train(FAULT="0:2:forward:int,0:2:backward:raise").code == 1, "there was something to save"
+    assert train(fault="0:2:forward:int,0:2:backward:raise").code == 1, "there was something to save"
 
 
 def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path):
-    done = train("--save", "run", "--save-every", 2, FAULT="0:2:write:term")
+    done = train("--save", "run", "--save-every", 2, fault="0:2:write:term")
     assert done.code == 143 and steps_in("run") == [2] and "after step 2" in end_of_signal(done.err)
     verify(str(tmp_path / "run/step-00000002"))
 
 
 @pytest.mark.parametrize("argv", ["", "--save-every 0:async", "--save-every 0:async:warn"])
 def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train):
-    fails(train("--save", "run", *argv.split(), FAULT="0:3:data:term,0:3:write:enospc"), 4, "No space left on device")
+    fails(train("--save", "run", *argv.split(), fault="0:3:data:term,0:3:write:enospc"), 4, "No space left on device")
     assert steps_in("run") == []
 
 
@@ -119,7 +122,7 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, monke
     monkeypatch.setattr("trainer.run.Control", several)
     monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
     argv = "--save", "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
-    done = train(*argv, "--grad-accum", 2, FAULT="0:2:write:enospc")
+    done = train(*argv, "--grad-accum", 2, fault="0:2:write:enospc")
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
 
@@ -160,7 +163,7 @@ def test_no_group_gives_up_before_the_watchdog(argv, seconds, trains, monkeypatc
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
 def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train):
     for step in (1, 3):
-        done = train("--log-every", 1, FAULT=f"0:{step}:{where}:oom")
+        done = train("--log-every", 1, fault=f"0:{step}:{where}:oom")
         said = f"OOM {stage}", "wanted 1.00 GiB more, peak ", "--batch", "--remat", "more ranks"
         assert ("first step, which compiles" in fails(done, 6, *said)) == (step == 1)
         assert done.row["outcome"] == f"OOM {stage}"
@@ -187,7 +190,7 @@ def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_pat
 
 
 def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):
-    monkeypatch.setattr("main.materialise", lambda *_: inject._happen("oom"))
+    monkeypatch.setattr("main.materialise", lambda *_: planted._happen("oom"))
     done = train()
     fails(done, 6, "OOM init (init): wanted 1.00 GiB", "smaller model", "ranks")
     assert done.row["outcome"] == "OOM init"
@@ -196,7 +199,7 @@ def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch)
 
 @pytest.mark.parametrize("where", ["save", "write", "commit"])
 def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp_path):
-    fails(train("--save", "run", "--save-every", 2, FAULT=f"0:4:{where}:enospc"), 4, "No space left on device")
+    fails(train("--save", "run", "--save-every", 2, fault=f"0:4:{where}:enospc"), 4, "No space left on device")
     assert steps_in("run") == [2]
     assert len([*(tmp_path / "run").iterdir()]) == 1
 
@@ -220,25 +223,28 @@ def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, tr
     "x:1:data:kill": "rank 'x'", "0:0:data:kill": "step '0'", "0:one:data:kill": "step 'one'", "0:1:dat:kill": "where",
     "0:1:data:kil": "kind 'kil'", "0:1:data": "kind ''", "0:1:data:kill:9": "more than four", "0:1:data:nan": "forward",
     "0:1:data:raise,junk": "rank 'junk'", "1:1:data:kill": "no rank 1 among 1", "*:7:data:kill": "no step 7 of",
+    "": "rank ''",
 }.items())  # fmt: skip
-def test_a_fault_that_says_nothing_is_refused(fault, told, train):
-    fails(train(FAULT=fault), 2, told, "expected rank:step:where:kind")
+def test_a_fault_that_could_not_happen_is_refused(fault, told):
+    with pytest.raises(ValueError, match=f"{told}.*; expected rank:step:where:kind"):
+        planted.faults(fault, resolved(TINY), 1)
 
 
-@ONE_GRAPH
-def test_a_fault_where_the_run_has_no_such_place_is_refused(train):
-    fails(train("--compile", "step", FAULT="0:1:update:raise"), 2, "FAULT 0:1:update:raise: ")
+def test_a_fault_where_the_run_has_no_such_place_is_refused():
+    with pytest.raises(ValueError, match="fault 0:1:update:raise: "):
+        planted.faults("0:1:update:raise", resolved([*TINY, "--compile", "step"]), 1)
 
 
-def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, monkeypatch):
+def test_a_fault_that_is_not_planted_does_not_happen_and_one_that_is_leaves_nothing_behind(train, monkeypatch):
     happened = []
-    before = inject.Batches.__next__
-    monkeypatch.setattr(inject, "_happen", happened.append)
-    plain = train("--log-every", 1)
-    planted = train("--log-every", 1, FAULT="0:3:forward:kill,*:4:data:stop")
+    before = Batches.__next__, Run.training
+    monkeypatch.setattr(planted, "_happen", happened.append)
+    plain = train("--log-every", 1, FAULT="0:3:forward:kill")  # no variable plants one
+    assert happened == []
+    faulty = train("--log-every", 1, fault="0:3:forward:kill,*:4:data:stop")
     assert happened == ["kill", "stop"]
-    assert inject.Batches.__next__ is before
-    assert plain.losses == planted.losses
+    assert (Batches.__next__, Run.training) == before
+    assert plain.losses == faulty.losses
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -298,9 +304,9 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
     assert "no progress for 2 s" in line and "rank 0: step 5, step, " in line and " collectives begun" in line
     there = sorted(path.name for path in (tmp_path / "rows.hang").iterdir())
     if kind == "hang":
-        assert "the others wait for rank 1; rank 1: step 5, data, trainer/fault_tolerance/inject.py:" in line
+        assert "the others wait for rank 1; rank 1: step 5, data, tests/planted.py:" in line
         assert there == ["flight-0", "flight-1", "rank-0.txt", "rank-1.txt"]
-        assert "inject.py" in (tmp_path / "rows.hang/rank-1.txt").read_text()
+        assert "planted.py" in (tmp_path / "rows.hang/rank-1.txt").read_text()
     else:
         assert "no answer from rank 1" in line
         assert there == ["flight-0", "rank-0.txt"]
@@ -365,6 +371,13 @@ def test_bad_data_on_one_rank_is_told_by_that_rank(tmp_path):
 def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
     done = two(tmp_path, UNSEED="1")
     assert done.codes == [7, 7] and "initial weights (random state)" in done.errors[0] and done.steps == []
+
+
+def test_the_program_that_plants_faults_runs_another_under_torchrun(tmp_path):
+    argv = *TINY, "--save", tmp_path / "run", "--save-every", 2
+    done = torchrun(*argv, program=[ROOT / "tests/planted.py", "1:5:backward:raise", ROOT / "main.py"])
+    assert done.code in (1, 7) and "rank 1: failed: RuntimeError: an injected fault" in done.err, done.err
+    assert steps_in(tmp_path / "run") == [2, 4]
 
 
 def test_after_a_restart_by_torchrun_a_fault_is_over(tmp_path):

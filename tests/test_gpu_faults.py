@@ -16,7 +16,7 @@ GPU = "--device cuda --depth 2 --width 256 --head-dim 64 --seqlen 256 --vocab 25
 @pytest.mark.parametrize("how", ["0", "0:async"])
 def test_ten_steps_are_five_and_five_bit_for_bit(compile, how, train):
     argv = [*GPU, "--compile", compile, "--deterministic", "--log-every", 1, "--save-every", how, "--save"]
-    stopped = train(*argv, "run", FAULT="0:5:update:term")
+    stopped = train(*argv, "run", fault="0:5:update:term")
     assert stopped.code == 143
     assert steps_in("run") == [5]
     resumed = train(*argv, "run")
@@ -33,10 +33,10 @@ def test_a_setting_that_does_not_fit_says_where_how_much_and_what_to_do(train, t
     assert "--batch" in line and "memory_viz" in line and [*tmp_path.glob("*.hang/memory-0.pickle")]
 
 
-def test_a_step_that_is_not_finite_changes_nothing(trains, tmp_path, monkeypatch):
+def test_a_step_that_is_not_finite_changes_nothing(trains, tmp_path):
     for mode in ("none", "fwdbwd"):
-        monkeypatch.setenv("FAULT", "0:4:forward:nan")
-        done = trains(*GPU, "--compile", mode, "--nonfinite", "skip", "--log-every", 1, "--save", tmp_path / mode)
+        argv = "--compile", mode, "--nonfinite", "skip", "--log-every", 1, "--save", tmp_path / mode
+        done = trains(*GPU, *argv, fault="0:4:forward:nan")
         assert done.row["skipped"] == 1 and done.steps[3]["loss"] == "nan"
         assert all(t.isfinite().all() for t in contents(tmp_path / mode / "step-00000010").values())
         assert contents(tmp_path / mode / "step-00000010")["t"] == 9

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import planted
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ from trainer import config as flags
 from trainer import parallelize
 from trainer import run as runs
 from trainer import step as steps_of
-from trainer.fault_tolerance import inject
 from trainer.optimizer import AdamW, learning_rate
 from trainer.parallelize import compile_options
 
@@ -238,7 +238,7 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, trains, mon
 
 
 def test_debug_shows_the_traceback(train):
-    done = train("--debug", FAULT="0:1:forward:raise")
+    done = train("--debug", fault="0:1:forward:raise")
     told = "failed: RuntimeError: an injected fault"
     assert "Traceback" in done.err
     assert f"error: rank 0: {told}" in done.err.splitlines()[-1]
@@ -288,8 +288,8 @@ def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(trains
 
 
 def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
-    monkeypatch.setitem(inject.ERRORS, "raise", lambda: ValueError("planted\nin two lines"))
-    done = train("--log-every", 1, FAULT="0:2:backward:raise")
+    monkeypatch.setitem(planted.ERRORS, "raise", lambda: ValueError("planted\nin two lines"))
+    done = train("--log-every", 1, fault="0:2:backward:raise")
     fails(done, 1, "ValueError: planted in two lines")
     assert done.row["outcome"] == "failed: ValueError: planted in two lines"
     assert set(KEYS) <= done.row.keys()

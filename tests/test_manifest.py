@@ -382,7 +382,7 @@ def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, 
     shutil.rmtree(folder / "step-00000006")
     argv = "--resume", f"{folder}{path}", "--steps", 9, "--save-every", 2, "--log-every", 1, "--save"
     whole = train(*argv, "whole")
-    assert train(*argv, "new", FAULT="0:7:data:raise").code == 1
+    assert train(*argv, "new", fault="0:7:data:raise").code == 1
     assert steps_in("new") == [6]
     again = trains(*argv, "new")
     assert f"new: began at --resume {folder}{path}; going on from there" in again.out

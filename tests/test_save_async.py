@@ -263,7 +263,7 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
 
 
 def test_a_fault_planted_in_the_last_save_in_the_background_happens(train):
-    fails(train("--save", "run", "--save-every", "0:async", FAULT="0:6:commit:enospc"), 4, "No space left on device")
+    fails(train("--save", "run", "--save-every", "0:async", fault="0:6:commit:enospc"), 4, "No space left on device")
     assert steps_in("run") == []
 
 

@@ -38,7 +38,6 @@ from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.spelling import label
 from trainer.distributed.terminal import Progress, fail, tell
 from trainer.evaluation import evaluate, sample
-from trainer.fault_tolerance import inject
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
@@ -79,7 +78,6 @@ class Run:
             self.world = world = c.world or world  # simulated ranks, too
             warn(c, rank)
             check_mode(c.compile, compile_options(c))
-            inject.faults(os.environ.get("FAULT"), c, world)
             check(c, world)
             set_deterministic(c.deterministic)
             self.progress.stage(
@@ -268,10 +266,7 @@ class Run:
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)
         self.say("\n".join(header(self, settings)))
         self.progress.stage(doing(self, self.progress.live is not None))
-        with (
-            inject.planted(os.environ.get("FAULT"), self.c, step, self.batches, self.first),
-            self.saver,
-        ):
+        with self.saver:
             try:
                 if not self.c.steps:
                     self.evaluate()

@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from running import ROOT
@@ -257,12 +259,28 @@ def test_a_job_goes_on_where_one_before_was_stopped_and_where_it_was_preempted_i
                     ("ok", 2, len(told[0]) + len(told[1]))]  # fmt: skip
 
 
+def processes_of(job, rank):
+    """Ids of the processes that torchrun started as this rank of a job, and of their children."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"RANK={rank}".encode()}
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if wanted <= {*file.read_bytes().split(b"\0")}:
+                found.append(int(file.parent.name))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.hosts
 def test_a_rank_that_is_killed_ends_the_job_and_the_row_names_it(cluster, tmp_path):
-    flags = f"{TINY} --steps 400 --results {tmp_path}/rows.jsonl"
+    flags = f"{TINY} --steps 4000 --results {tmp_path}/rows.jsonl"
     script = printed("slurm", "--nodes", "2", *CPU.split(), *flags.split())
-    job = cluster.submit(script, f"--output={tmp_path}/%j.out", "--time=30", NPROC="1", FAULT="1:5:backward:kill")
+    job = cluster.submit(script, f"--output={tmp_path}/%j.out", "--time=30", NPROC="1")
+    wait_for(lambda: len(losses(read(tmp_path / f"{job}.out"))) > 4)
+    ranks = processes_of(job, 1)
+    assert ranks
+    for each in ranks:
+        os.kill(each, signal.SIGKILL)
     job = cluster.wait_for(job, "FAILED", "COMPLETED")
     [row] = rows(tmp_path / "rows.jsonl")
     assert job["JobState"] == "FAILED" and "no answer from rank 1" in row["outcome"], row["outcome"]

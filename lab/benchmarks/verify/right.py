@@ -131,9 +131,9 @@ def fault(m: Machine, own: dict) -> Verdict:
         whole = Path(folder, "whole.jsonl")
         rest = Path(folder, "rest.jsonl")
         files = f"--results {whole} --save {folder}/saved --save-every 3"
-        planted = dict(code=own["code"], FAULT=f"{last}:{own['fault']}")
+        planted = f"{last}:{own['fault']}", "main.py"
         words = flags(m, m.ranks, common, files).split()
-        said = m.on_ranks(m.ranks, "main.py", *words, **planted)
+        said = m.on_ranks(m.ranks, "tests/planted.py", *planted, *words, code=own["code"])
         right = own["named"].format(rank=last) in said
         if own.get("resumes"):
             half = m.ranks // 2

@@ -1,6 +1,8 @@
-"""Plants faults in a run, to see what it does about them: FAULT=rank:step:where:kind, or several with commas between.
+"""Plants faults in runs of main.py and finetune.py, to see what they do about them.
 
-    FAULT='*:3:data:term,1:7:write:enospc' torchrun --nproc-per-node 2 main.py --save runs/b --save-every 1
+    torchrun --nproc-per-node 2 tests/planted.py '*:3:data:term,1:7:write:enospc' main.py --save runs/b --save-every 1
+
+The first word is rank:step:where:kind, or several with commas between; then come a program and its flags.
 
 rank: a number, or * for all ranks. step: from 1 on, as in the log.
 where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
@@ -8,24 +10,30 @@ files are written, not committed), commit (before the directory gets its final n
 kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), hup (SIGHUP), quit (SIGQUIT), exit (code 9), segv,
 hang (sleeps for ever), raise (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf
 (this rank's loss).
-Each happens once, and not again after a restart by torchrun. No other code knows of them: `planted` patches the run.
+Each happens once, and not again after a restart by torchrun. The product does not know of them: `planting` patches it.
 """
 
 import ctypes
 import os
 import re
+import runpy
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+if __name__ == "__main__":
+    sys.path.insert(1, str(Path(__file__).parent.parent))
+
 import torch
 
+from trainer import run
 from trainer.checkpoint import save as saver
 from trainer.config import Config
-from trainer.data import Batches
 from trainer.step import Step
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
@@ -48,44 +56,31 @@ class Fault(NamedTuple):
     kind: str
 
 
-def _problem(
-    rank: str, step: str, where: str, kind: str, c: Config, world: int | None
-) -> str | None:
+def _problem(rank: str, step: str, where: str, kind: str, c: Config, world: int) -> str | None:
     """What is wrong with the four parts of a fault for a run of `c` on `world` ranks, or None."""
     number = int(step) if step.isdecimal() else 0
     inside = where in ("backward", "update") or kind in ("nan", "inf")
     rows = [  # whether it is wrong, what to say
         (rank != "*" and not rank.isdecimal(), f"rank {rank!r} is neither a number nor *"),
-        (
-            rank.isdecimal() and world and int(rank) >= world,
-            f"there is no rank {rank} among {world}",
-        ),
+        (rank.isdecimal() and int(rank) >= world, f"there is no rank {rank} among {world}"),
         (number < 1, f"step {step!r} is not a number from 1 on"),
         (number > c.steps, f"there is no step {step} of --steps {c.steps}"),
         (where not in WHERE, f"where {where!r} is none of {', '.join(WHERE)}"),
         (kind not in KINDS, f"kind {kind!r} is none of {', '.join(KINDS)}"),
-        (
-            kind in ("nan", "inf") and where != "forward",
-            f"{kind} is of the forward, not of {where!r}",
-        ),
+        (kind in ("nan", "inf") and where != "forward", f"{kind} is of the forward, not of {where!r}"),
         (inside and c.compile == "step", "--compile step has no such place outside its graph"),
         (c.cuda_graph and (inside or where == "forward"), "--cuda-graph has no such place"),
     ]
     return next((problem for wrong, problem in rows if wrong), None)
 
 
-def faults(text: str | None, c: Config, world: int | None = None) -> list[Fault]:
+def faults(text: str, c: Config, world: int) -> list[Fault]:
     """The faults that `text` names. Raises ValueError if one has another form, or if a run of `c` cannot have it."""
     found = []
-    for part in filter(None, (text or "").split(",")):
+    for part in text.split(","):
         rank, step, where, kind = (*part.split(":", 3), "", "", "")[:4]
-        problem = (
-            "more than four parts" if ":" in kind else _problem(rank, step, where, kind, c, world)
-        )
-        if problem:
-            raise ValueError(
-                f"FAULT {part}: {problem}; expected rank:step:where:kind (see {__name__})"
-            )
+        if problem := "more than four parts" if ":" in kind else _problem(rank, step, where, kind, c, world):
+            raise ValueError(f"fault {part}: {problem}; expected rank:step:where:kind (see tests/planted.py)")
         found.append(Fault(rank, int(step), where, kind))
     return found
 
@@ -122,9 +117,7 @@ class _Faults:  # of one rank
         def faulty(*args, **kwargs):
             self.step += where == "data"
             # A save in the background may be of an earlier step: its path says of which.
-            saved = re.findall(
-                r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str))
-            )
+            saved = re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))
             step = int(saved[-1]) if saved else self.step
             kind = self.fire(where, step) if where != "write" else None
             result = work(*args, **kwargs)
@@ -139,26 +132,43 @@ class _Faults:  # of one rank
 
 
 @contextmanager
-def planted(text: str | None, c: Config, step: Step, batches: Batches, first: int):
-    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in a run of resolved flags with
-    this step and these batches, which begins after `first` steps. Raises ValueError as `faults` does."""
-    mine = [fault for fault in faults(text, c) if fault.rank in ("*", str(batches.rank))]
+def _planted(text: str, own: run.Run, step: Step):
+    """Inside it, the faults that `text` names for this rank wait in a run with this step. Raises ValueError as `faults`
+    does."""
+    c = own.c
+    mine = [fault for fault in faults(text, c, own.world) if fault.rank in ("*", str(own.rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
         return
-    waiting = _Faults(mine, first)
+    waiting = _Faults(mine, own.first)
     places = [
-        ("data", type(batches), "__next__"),
-        ("save", saver, "_begin"),
-        ("write", saver, "_write"),
-    ]
-    places += [
-        ("commit", saver, "_commit"),
-        ("forward", step, "graph" if c.compile == "step" else "loss_fn"),
-    ]
+        ("data", type(own.batches), "__next__"), ("save", saver, "_begin"), ("write", saver, "_write"),
+        ("commit", saver, "_commit"), ("forward", step, "graph" if c.compile == "step" else "loss_fn"),
+    ]  # fmt: skip
     places += [("update", step, "update_fn")] if c.compile != "step" else []
     with ExitStack() as stack:
         for where, owner, name in places:
             faulty = waiting.around(where, getattr(owner, name), loss=name == "loss_fn")
             stack.enter_context(mock.patch.object(owner, name, faulty))
         yield
+
+
+@contextmanager
+def planting(text: str):
+    """Inside it every run of this process has the faults that `text` names."""
+    training = run.Run.training
+
+    @contextmanager
+    def with_faults(own: run.Run, step: Step):
+        with _planted(text, own, step), training(own, step) as train_step:
+            yield train_step
+
+    with mock.patch.object(run.Run, "training", with_faults):
+        yield
+
+
+if __name__ == "__main__":
+    planted_faults = sys.argv[1]
+    sys.argv = sys.argv[2:]
+    with planting(planted_faults):
+        runpy.run_path(sys.argv[0], run_name="__main__")
