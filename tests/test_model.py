@@ -201,7 +201,7 @@ class Uncounted(torch.autograd.Function):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("block", ["gelu", "llama"])
 def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, block, flex_on_cpu, monkeypatch):
-    def hidden(q, k, v, block_mask, enable_gqa, kernel_options):
+    def hidden(q, k, v, block_mask, enable_gqa):
         return Uncounted.apply(q, k, v, block_mask, enable_gqa)
 
     monkeypatch.setattr(under_test, "compiled_flex_attention", hidden)

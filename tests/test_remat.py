@@ -107,7 +107,7 @@ def test_flex_runs_once_per_block_and_keeps_no_matrix_of_scores(remat, flex_on_c
 def test_a_compiled_attention_kernel_runs_once_per_block_also_under_remat(monkeypatch):
     """An Inductor kernel within an eager checkpoint is one opaque call, and the FLOPs say that it is not made again."""
 
-    def stand_in(q, k, v, block_mask, enable_gqa, kernel_options):  # nothing but products: needs no C++ compiler
+    def stand_in(q, k, v, block_mask, enable_gqa):  # nothing but products: needs no C++ compiler
         return (q @ k.mT) @ v
 
     monkeypatch.setattr(flex, "flex_attention", stand_in)
