@@ -165,7 +165,7 @@ class Architecture:
     window: int = 0
     every: int = 0
     # (rows, columns) of attention's matrices, if not the usual four.
-    counted: tuple[tuple[int, int], ...] = ()
+    attention_matrices: tuple[tuple[int, int], ...] = ()
     stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
     note: str = ""
 
@@ -175,7 +175,7 @@ class Architecture:
         D = self.width
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        return self.counted or ((q, D), (kv, D), (kv, D), (D, q))
+        return self.attention_matrices or ((q, D), (kv, D), (kv, D), (D, q))
 
     @property
     def attention_parameters(self) -> int:

@@ -225,7 +225,7 @@ def counted(model, text, name: str, note: str) -> Architecture:
         tied=table is head,
         experts=E if spread else 0,
         active=active if spread else 0,
-        counted=((max(attention // D, 1), D),),
+        attention_matrices=((max(attention // D, 1), D),),
         note=note,
     )
     return replace(a, final_norm=sum(p.numel() for p in model.parameters()) - a.parameters)
