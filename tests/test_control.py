@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from running import module
 
-from trainer.distributed import control
+from trainer.distributed import control, launch
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
 from trainer.distributed.launch import first_here, fresh
 from trainer.fault_tolerance import watchdog
@@ -473,3 +473,24 @@ def test_a_rank_that_another_run_has_where_it_meets_the_others_is_refused():
         first_here(store, rank)
     with pytest.raises(dist.DistStoreError, match="rank 1 is there already: two runs meet at one port"):
         first_here(store, 1)
+
+
+@pytest.mark.parametrize(("setting", "compiler", "expected"), [
+    (None, "knows", True), (None, "does not know", None), (None, "missing", None), (False, "knows", False),
+])  # fmt: skip
+def test_vector_instructions_are_taken_unprobed_if_the_compiler_knows_their_flags(
+    setting, compiler, expected, monkeypatch, tmp_path
+):
+    """A compiler that lacks them, as g++ 10 those of AMX, would fail on each kernel."""
+    program = tmp_path / "compiler"
+    if compiler != "missing":
+        program.write_text(f"#!/bin/sh\necho $* > {tmp_path}/flags\nexit {int(compiler != 'knows')}\n")
+        program.chmod(0o755)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(launch.cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(launch.cpp_builder, "get_cpp_compiler", lambda: str(program))
+    with launch.inductor.patch({"cpp.vec_isa_ok": setting}):
+        launch.skip_probes_of_vector_instructions()
+        assert launch.inductor.cpp.vec_isa_ok is expected
+    if setting is None and compiler != "missing":
+        assert "-mavx512f" in (tmp_path / "flags").read_text()

@@ -3,15 +3,13 @@
 Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
 in a few of: number of ranks, --mode, --compile, --attn, --remat, --mlp, --loss, --reshard, --grad-accum, --accum-sync.
 Compiled cells have all of overlap.py's options; a graph break or recompile is an error. Those of backend="inductor",
-all of them slow tests, are compiled as the trainer does, by one rank for all; the others run the graphs that Inductor's
-passes, ours included, leave, without its slow code generation. (Generated code of two ranks is quick in
-test_compile_once.py.) What compiles slowly is one block deep, the rest has two blocks. `pytest -s` prints the table.
-The slow test has more combinations, deeper compiled cells, and takes 20 steps.
+all of them slow tests, are compiled as the trainer does; the others run the graphs that Inductor's passes, ours
+included, leave, without its slow code generation. What compiles slowly is one block deep, the rest has two blocks.
+`pytest -s` prints the table. The slow test has more combinations, deeper compiled cells, and takes 20 steps.
 Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,8 +22,6 @@ import model as model_file
 from model import ModelConfig, Transformer
 from simple_fsdp import data_parallel, disable_data_parallel
 from trainer.data import Batches
-from trainer.distributed.compile_once import compile_once
-from trainer.distributed.control import control_group
 from trainer.step import AdamW, check_mode, make_step
 
 GLOBAL_BATCH = 8
@@ -102,8 +98,7 @@ def run(mesh, steps, *, compile="none", attn="sdpa", remat="none", mode="fully_s
     kwargs = dict(mesh=mesh, grad_accum=accum, accum_sync=sync, clip=1.0, chunk=10 if loss == "chunked" else 0)
     step = make_step(compile, model, AdamW(model.parameters(), 3e-3), ahead=ahead, **kwargs)
     torch._dynamo.utils.counters.clear()
-    once = compile_once(torch.device("cpu"), control_group()) if backend == "inductor" else nullcontext()
-    with torch._dynamo.config.patch(error_on_recompile=True), once:
+    with torch._dynamo.config.patch(error_on_recompile=True):
         values = losses(step, dist.get_rank(), world, steps)
     assert not torch._dynamo.utils.counters["graph_break"]
     return values

@@ -38,7 +38,7 @@ PARTS = {  # the test files of each part; parts run one after the other
     "compiler": """
         test_generated test_equivalence test_overlap
         ../lab/tests/test_graph
-        test_compile_cache test_compile_once test_contract test_remat test_attention
+        test_compile_cache test_contract test_remat test_attention
         test_deterministic test_nonfinite test_simulated_world
     """,
     "programs": """

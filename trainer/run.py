@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -32,7 +32,6 @@ from trainer.checkpoint.save import Saver
 from trainer.checks import never_run
 from trainer.data import Batches, DataError
 from trainer.distributed import simulated_world
-from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.spelling import label
@@ -287,9 +286,7 @@ class Run:
         k = self.state.step
         if k == self.explained and self.rank == 0:
             return self._explain(tokens, targets, **inputs)
-        compiles = k == self.first != self.explained and self.c.compile != "none"
-        with compile_once(self.device, self.group) if compiles else nullcontext():
-            return (self.replayed or self.step)(tokens, targets, **inputs)
+        return (self.replayed or self.step)(tokens, targets, **inputs)
 
     @contextmanager
     def timed(self, k: int) -> Iterator[None]:

@@ -11,13 +11,16 @@ rank; with --world it is a simulated one (trainer/distributed/simulated_world.py
 import os
 import secrets
 import socket
+import subprocess
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._inductor import config as inductor
+from torch._inductor import cpp_builder, cpu_vec_isa
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
@@ -33,6 +36,24 @@ def set_deterministic(on: bool) -> None:
     inductor.deterministic = on
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def skip_probes_of_vector_instructions() -> None:
+    """Has Inductor take the CPU's widest vector instructions if the C++ compiler knows their flags. Inductor itself
+    compiles a library for each set and loads it, in every rank: a third of the CPU time in which four ranks compile
+    their first step. A setting of the user's stands."""
+    if inductor.cpp.vec_isa_ok is not None or os.environ.get("ATEN_CPU_CAPABILITY"):
+        return
+    supported = cpu_vec_isa.x86_isa_checker()
+    for instructions in cpu_vec_isa.supported_vec_isa_list:
+        if all(flag in supported for flag in str(instructions).split()):
+            flags = instructions.build_arch_flags().split()
+            # An older compiler may lack the flags: Inductor then finds out what works.
+            with suppress(Exception):
+                command = [cpp_builder.get_cpp_compiler(), *flags, "-E", "-x", "c++", os.devnull]
+                subprocess.run(command, check=True, capture_output=True)
+                inductor.cpp.vec_isa_ok = True
+            return
 
 
 def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
@@ -59,6 +80,8 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
             )
         device = how["device_id"] = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    if device.type == "cpu":
+        skip_probes_of_vector_instructions()
     one_worker_thread()
     # The default of groups that are made later: the dimensions of a mesh, the host's control group.
     if timeout:

@@ -11,7 +11,6 @@ gets {name: {"losses", "norms": of each step, "bits": a checksum of all paramete
 import json
 import sys
 import zlib
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from lab.benchmarks.nodes import data
 from lab.benchmarks.wrappers import interleave
 from simple_fsdp import disable_data_parallel
 from trainer import config as flags
-from trainer.distributed.compile_once import compile_once
-from trainer.distributed.control import control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import fail, ranks
 from trainer.fault_tolerance.watchdog import Watchdog
@@ -63,9 +60,7 @@ class Trained:
         number = len(self.losses) + 1
         self.watchdog.limit = self.limits["step" if self.losses else "first_step"]
         self.watchdog.beat(number, "step")
-        compiles = number == 1 and self.c.compile != "none" and not self.c.world
-        with compile_once(self.device, control_group()) if compiles else nullcontext():
-            loss = self.step(*batch)
+        loss = self.step(*batch)
         self.losses.append(loss.detach().clone())
         self.norms.append(self.step.grad_norm.clone())
         return loss
