@@ -1,16 +1,12 @@
 """Kills a training job at random times, lets it go on, and compares the end with the same job left alone. On a CPU.
 
-    python tests/soak.py run --steps 400 --kills 8 --seconds 100 [-- FLAGS of main.py]
-    python tests/soak.py saves --saves 200 [-- FLAGS of main.py]
+    python tests/soak.py --steps 400 --kills 8 --seconds 100 [-- FLAGS of main.py]
 
-run: main.py under torchrun --max-restarts. Killed, at random: one rank, or all of them (torchrun starts them again); or
-torchrun, alone or with all its ranks, or torchrun by SIGTERM, SIGHUP or SIGQUIT (the same command is started again).
-Most times a while after it trains again, sometimes while it starts.
+The job is main.py under torchrun --max-restarts. Killed, at random: one rank, or all of them (torchrun starts them
+again); or torchrun, alone or with all its ranks, or torchrun by SIGTERM, SIGHUP or SIGQUIT (the same command is started
+again). Most times a while after it trains again, sometimes while it starts. (Each moment of a save: test_killed.py.)
 
-saves: every step is saved, and all ranks are killed somewhere in the few saves that follow the start, until --saves
-steps are committed. Ranks are forked (tests/forked.py): a start costs about a second.
-
-Both hold after every kill that the next start goes on from the newest committed step and that nothing unfinished is
+Checked after every kill: the next start goes on from the newest committed step and that nothing unfinished is
 taken for a step or stays; whenever no rank runs, that each committed step verifies; in the end that the last step, its
 train_state.json and every logged loss are those of the undisturbed job, bit for bit. One line on stdout, exit code 0;
 or what was wrong, exit code 1.
@@ -32,31 +28,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
-from itertools import pairwise
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch is imported: --help answers at once
     sys.path.insert(1, str(Path(__file__).parent.parent))
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     how = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(usage="soak.py {run,saves} [OPTIONS] [-- FLAGS]", description=__doc__, **how)
-    commands = parser.add_subparsers(dest="command", required=True, help="soak.py run --help: its options")
-    run = commands.add_parser("run")
-    saves = commands.add_parser("saves")
-    run.add_argument("--steps", type=int, default=400)
-    run.add_argument("--kills", type=int, default=8)
-    run.add_argument("--seconds", type=float, default=100, help="of training, over which the kills are spread")
-    saves.add_argument("--saves", type=int, default=200, dest="count", metavar="SAVES")
-    for command in (run, saves):
-        command.add_argument("--ranks", type=int, default=2)
-        command.add_argument("--seed", type=int, default=0, help="of what is killed and when")
-        command.add_argument("--folder", type=Path, help="new; kept (default: a temporary one, kept on failure)")
+    parser = argparse.ArgumentParser(usage="soak.py [OPTIONS] [-- FLAGS]", description=__doc__, **how)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=100, help="of training, over which the kills are spread")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed and when")
+    parser.add_argument("--folder", type=Path, help="new; kept (default: a temporary one, kept on failure)")
     ARGS = vars(parser.parse_args(sys.argv[1:cut]))
     FLAGS = sys.argv[cut + 1 :]
 
 import torch
 import torch.distributed.checkpoint as dcp
-from forked import Job
 from harness import free_port
 from running import TINY, TORCHRUN
 from saved import state_of
@@ -179,52 +168,6 @@ def compare(killed: Path, alone: Path) -> str:
             f"({len(logged) - len(expected)} of steps done again) as undisturbed, bit for bit")  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- saves
-
-
-def saves(folder: Path, ranks: int, count: int, seed: int, argv: list[str]) -> str:
-    """Wrong, or the line that says what was seen."""
-    rng = random.Random(seed)
-    saved = Saved(folder / "killed/run")
-    killed = True
-    flags = [*TINY, "--data", "stdlib", "--log-every", 1, "--keep", count, "--steps", count, *argv]
-    while killed:
-        log = folder / f"{saved.seen['lives']}.log"
-        output = ["--results", folder / "killed/rows.jsonl", "--save", saved.folder, "--save-every", 1]
-        codes = life(Job(ranks, [*flags, *output], log), saved, log, rng)
-        killed = -9 in codes
-        check(killed or not any(codes), f"exit codes {codes} with nobody killed; see {log}")
-        saved.check_starts(log.read_text() if log.exists() else "", exact=True)
-        saved.verify()
-        saved.note()
-        saved.seen.update(lives=1, kills=int(killed), unfinished=int(len(saved.left) > 0))
-    log = folder / "alone.log"
-    output = ["--results", folder / "alone/rows.jsonl", "--save", folder / "alone/run"]
-    codes = Job(ranks, [*flags, *output], log).wait(600)
-    check(not any(codes), f"the undisturbed job: exit codes {codes}; see {log}")
-    seen = saved.seen
-    equal = compare(folder / "killed", folder / "alone")
-    return (f"{saved.newest} saves committed, {len(saved.verified)} of them verified; {seen['kills']} kills of all "
-            f"{ranks} ranks, {seen['unfinished']} left an unfinished save; {seen['starts']} starts seen, "
-            f"{seen['resumed']} resumed, each from the newest; {equal}")  # fmt: skip
-
-
-def life(job: Job, saved: Saved, log: Path, rng: random.Random) -> list[int]:
-    """Kills the ranks of a job in the step after a random one of its first saves, one time in ten while it starts; now
-    and then one of them a little before the others. Exit codes: -9 among them unless the job came to its end first."""
-    goal = saved.newest + rng.randrange(5)
-    starting = rng.random() < 0.1
-    if not starting:
-        wait(log, lambda told: job.ended() or "ln V" in told and max(saved.steps(), default=0) >= goal)
-    times = [(saved.folder / name).stat().st_mtime for name in saved.names(STEP)[-9:]]
-    time.sleep(rng.random() * min((b - a for a, b in pairwise(times)), default=0.5))  # a step and its save
-    gap = rng.random() * rng.choice([0, 0, 0.3])
-    for process in rng.sample(job.ranks, len(job.ranks)):
-        process.kill()
-        time.sleep(gap)
-    return job.wait()
-
-
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
@@ -328,16 +271,16 @@ def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: 
 HITS = ["one", "all", "torchrun", "torchrun alone", "SIGTERM", "SIGHUP", "SIGQUIT"]
 
 
-def main(command: str, folder: Path | None, flags: list[str], **own) -> int:
+def main(folder: Path | None, flags: list[str], **options) -> int:
     kept = folder is not None
     folder = folder or Path(tempfile.mkdtemp(prefix="soak-"))
     (folder / "killed").mkdir(parents=True)
     try:
-        told = dict(run=run, saves=saves)[command](folder.resolve(), argv=flags, **own)
+        seen = run(folder.resolve(), argv=flags, **options)
     except (Wrong, TimeoutError) as problem:
-        print(f"soak {command}: FAILED: {problem}; all is in {folder}")
+        print(f"soak: FAILED: {problem}; all is in {folder}")
         return 1
-    print(f"soak {command}: {told}")
+    print(f"soak: {seen}")
     if not kept:
         shutil.rmtree(folder)
     return 0

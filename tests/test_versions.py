@@ -74,18 +74,6 @@ def test_outcomes_are_counted_named_and_given_a_reason(command, installed, tmp_p
     assert "tests.test_three::test_fails; needs a moon: 1" in capfd.readouterr().out.splitlines()[-1]
 
 
-def test_a_part_that_has_passed_at_a_commit_is_not_run_again(command, installed, monkeypatch, tmp_path):
-    ran = []
-    run = versions.run
-    monkeypatch.setattr(versions, "run", lambda *args: ran.append(args) or run(*args))
-    assert command("2.14.1") == 1
-    (tmp_path / "tests/test_three.py").write_text(OUTCOMES.replace("assert False", "pass"))
-    assert command("2.14.1") == 0
-    assert command("2.14.1") == 0
-    assert len(ran) == 2
-    assert [row["passed"] for row in rows_of(tmp_path / "rows.jsonl")] == [1, 2, 2]
-
-
 def test_a_part_that_is_out_of_time_has_failed(command, installed, tmp_path):
     assert command("2.14.1", "--limit", "0") == 1
     row = only_row(tmp_path)
@@ -107,26 +95,12 @@ def test_a_version_that_cannot_be_installed_has_not_passed(command, monkeypatch,
     assert not (tmp_path / ".venv-9.9.9").exists()
 
 
-def test_the_newest_is_skipped_with_the_reason_where_there_is_none(command, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(versions, "pip", refuse)
-    assert command("newest") == 0
-    said = capfd.readouterr().out
-    assert said.startswith("SKIPPED: the newest torch beside ")
-    assert "No matching distribution found" in said
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
 def test_an_environment_that_was_not_made_by_the_command_is_left_alone(command, tmp_path):
     (tmp_path / ".venv-9.9.9").mkdir()
     (tmp_path / ".venv-9.9.9/work.txt").write_text("mine")
     assert command("9.9.9") == 1
     assert only_row(tmp_path)["outcome"].endswith(".venv-9.9.9 was not made by this command: move it away")
     assert (tmp_path / ".venv-9.9.9/work.txt").read_text() == "mine"
-
-
-def test_every_file_of_a_part_exists():
-    for names in versions.PARTS.values():
-        assert not [name for name in names.split() if not (ROOT / f"tests/{name}.py").is_file()]
 
 
 def test_what_is_said_to_have_run_are_the_versions_whose_last_row_has_no_failure():
