@@ -47,7 +47,7 @@ def read(paths: list[Path]) -> list[dict]:
             f"no file {missing[0]}: runs, sweeps and fits write such files, --results names others"
         )
     return [
-        whole(row) | {"file": path.name} | steps_of(path, row)
+        row | {"file": path.name} | steps_of(path, row)
         for path in paths
         for row in each_row(path)
         if not row.keys().isdisjoint(SHOWN)
@@ -60,33 +60,6 @@ def steps_of(path: Path, row: dict) -> dict[str, str]:
     return {"history": str(steps)} if steps.is_file() else {}
 
 
-def whole(row: dict) -> dict:
-    """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults, and
-    rows of before there was --block are of what is now --block gelu."""
-    flags = row.get("flags") or {}
-    if "depth" in flags and "model" not in flags:
-        row = row | {"flags": {"block": "gelu"} | flags}
-    if row.get("study") in ("mlp", "attention") or "setting" in row or "seed" in flags:
-        return row
-    old = defaults_d817189()["gpu" if on_gpu(row) else "cpu"]
-    beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
-    beside |= {"loss": row["loss_kind"]} if "loss_kind" in row else {}
-    return row | {"flags": old | beside | flags}
-
-
-@functools.cache
-def defaults_d817189() -> dict:
-    return json.loads((REFERENCE / "defaults_d817189.json").read_text())
-
-
-@functools.cache
-def name_of(cell: str) -> str:
-    """A cell as it is written now, or as it is where it is not a line of flags."""
-    with suppress(ValueError):
-        return sweep.name_of(cell)
-    return cell
-
-
 @functools.cache
 def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
     """The flags of a row's cell that have an influence on memory and time; None where it is not a line of flags."""
@@ -94,11 +67,6 @@ def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
         flags = sweep.parse(sweep.words(cell or "none"))[1]
         return frozenset((flag, values) for flag, values in flags.items() if flag not in NEUTRAL)
     return None
-
-
-def cell_of(row: dict) -> str | None:
-    """The cell of a row, as it is written now."""
-    return row.get("cell") and name_of(row["cell"])
 
 
 def on_gpu(row: dict) -> bool:
@@ -296,11 +264,6 @@ def series(row: dict, axis: str) -> str:
     return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()
 
 
-def _named(flags: dict | None) -> dict:
-    # Older rows lack it.
-    return {name: value for name, value in (flags or {}).items() if name != "effective_batch"}
-
-
 def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
     """(ranks, setting) -> the newest row of a file, or of a commit (seven digits or more) in `files`, one with
     uncommitted changes only where there is no other; ValueError."""
@@ -311,9 +274,7 @@ def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
         raise ValueError(
             f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files"
         )
-    named = [
-        (row, cell_of(row) or json.dumps(_named(row.get("flags")), sort_keys=True)) for row in rows
-    ]
+    named = [(row, row.get("cell") or json.dumps(row.get("flags"), sort_keys=True)) for row in rows]
     # The last one counts: that of a commit, if there is one.
     named.sort(key=lambda each: not each[0].get("dirty"))
     return {(label(row), name): row for row, name in named}

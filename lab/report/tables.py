@@ -67,7 +67,7 @@ def axis_columns(axis: str, found: Entries) -> Columns:
 
 def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of a table of the --compile modes. ValueError if they differ in anything else."""
-    order = ("none", "blocks", "model", "fwdbwd", "regions", "step")
+    order = ("none", "blocks", "model", "fwdbwd", "step")
     rows = published.newest(
         [row for row in rows if row.get("compile") in order], lambda row: row["compile"]
     )

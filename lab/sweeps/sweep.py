@@ -118,18 +118,12 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
             return right and (relaxed or row.get("commit", head) == head)
         return False
 
-    return {name_of(cell): row for cell, row in rows.items() if here(cell, row)}
+    return {cell: row for cell, row in rows.items() if here(cell, row)}
 
 
 def words(cell: str) -> list[str]:
     """The words of a cell, as of shlex.split, which takes 0.1 ms where most cells have nothing to unquote."""
     return shlex.split(cell) if re.search(r"[^ !#-&(-[\]-~]", cell) else cell.split()
-
-
-def name_of(cell: str) -> str:
-    """A cell as it is written now."""
-    nproc, flags = parse(words(cell))
-    return f"nproc={nproc} {join(flags)}".strip()
 
 
 def axes() -> dict[str, Path]:

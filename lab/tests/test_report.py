@@ -448,7 +448,7 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
     ("--results none.jsonl", "no file none.jsonl: "),
     ("seqlen --results results/cpu_modes.jsonl", "seqlen: no row of it (at small sizes: --small)"),
     ("baselines --results results/cpu_modes.jsonl", "baselines: no row of it among 5 rows"),
-    ("compile --results results/cpu_modes.jsonl results/main_job.jsonl", "compile: the rows are of"),
+    ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows are of"),
     ("depth --check", "--check and --write stand alone"),
     ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
 ])

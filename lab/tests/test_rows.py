@@ -1,11 +1,10 @@
 """Rows of results hold their whole setting, and are read as such: lab/report/published.py, config.setting."""
 
 import dataclasses
-import json
 
 import pytest
 from running import ROOT
-from test_report import CPU, GPU
+from test_report import CPU
 
 from lab.report import published as rows
 from trainer import config
@@ -28,19 +27,6 @@ def test_a_default_that_changes_changes_no_setting_of_a_row(monkeypatch):
     assert [rows.setting(new, name) for name in NEW] == before
     with pytest.raises(ValueError, match="^the row of '--depth 8' does not say what remat was"):
         rows.setting({"cell": "--depth 8", "flags": {"depth": 8}}, "remat")
-
-
-def test_a_row_of_an_older_commit_is_read_with_the_defaults_of_that_commit(tmp_path, monkeypatch):
-    """It holds what differed from them."""
-    old = CPU | {"compile": "blocks", "depth": 8, "loss": 2.5, "loss_kind": "chunked", "peak_rss_mib": 1, "world": 2,
-                 "flags": {"depth": 8, "compile": "blocks", "steps": 6, "loss": "chunked"}}  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text(json.dumps(old) + "\n" + json.dumps(GPU | {"peak_alloc_mib": 1}) + "\n")
-    monkeypatch.setitem(config.DEFAULTS["cpu"], "lr", 7.0)
-    monkeypatch.setattr(config.System, "remat", "changed")
-    mine, gpu = rows.read([tmp_path / "rows.jsonl"])
-    told = {name: rows.setting(mine, name) for name in ("depth", "steps", "remat", "lr", "loss", "compile", "world")}
-    assert told == dict(depth=8, steps=6, remat="none", lr=3e-3, loss="chunked", compile="blocks", world=None)
-    assert (rows.setting(gpu, "width"), rows.setting(gpu, "param_dtype")) == (4096, "bf16")
 
 
 def test_every_row_here_holds_its_whole_setting():
