@@ -30,7 +30,7 @@ from pathlib import Path
 
 from lab.sweeps.processes import follow_parent
 from trainer import config as flags
-from trainer.distributed.terminal import fail, markdown, ranks, tell
+from trainer.distributed.terminal import fail, grouped, markdown, ranks, tell
 from trainer.logging import append_jsonl, check_writable, read_jsonl
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
@@ -244,15 +244,25 @@ def measure(
 
 
 def told(rows: list[dict]) -> str:
-    """The tables, and which mode pays."""
+    """The fitted links, a line for each, the table of the modes, and which mode pays."""
     best, *others = sorted((row for row in rows if "cell" in row), key=lambda row: row["step_ms"])
-    tables = [markdown(LAYOUTS[name](rows)[1]) for name in ("nodes-links", "nodes")]
+    links = [
+        f"{row['setting']['network']} {row['setting']['link']}, {row['setting']['ranks']} ranks: latency "
+        f"{grouped(row['link']['alpha_us'])} us, bandwidth of a rank {grouped(row['link']['gb_per_s'], 4, 'no')} GB/s, "
+        f"residual {grouped(100 * row['link']['residual'])} %".strip()
+        for row in rows
+        if "setting" in row
+    ]
     than = ""
     for row in others:
         than += f"; {row['cell']} takes {row['step_ms'] / best['step_ms']:.2f} times that"
         than += ", which cannot be told apart" * (row["step_ms_min"] <= best["step_ms"])
     return "\n\n".join(
-        [*tables, f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}"]
+        [
+            "\n".join(links),
+            markdown(LAYOUTS["nodes"](rows)[1]),
+            f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}",
+        ]
     )
 
 

@@ -2,7 +2,6 @@
 
     python -m lab.benchmarks.peaks --world 2 --remat both --loss chunked --results results/peaks.jsonl
     python -m lab.sweeps.sweep cells/peaks.txt --program "-m lab.benchmarks.peaks" --results results/peaks.jsonl
-    python -m lab.report published-peaks --results results/published_peaks.jsonl
 
 `--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
 forward only where a checkpointed region gathers it again; backward writes into nothing that forward kept; a loss

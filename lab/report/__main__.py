@@ -174,7 +174,8 @@ def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> dict[str, t
         studies = sorted({str(row.get("study")) for row in rows})
         told = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
         raise ValueError(
-            f"{files}: no run of a training program is in it, {told}; name its table, --results {files}"
+            f"{files}: no run of a training program is in it, {told}; name their table, if there is one: "
+            f"{', '.join(LAYOUTS)} or --study NAME, with --results {files}"
         )
     return filled
 

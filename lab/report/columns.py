@@ -17,6 +17,7 @@ METRICS = (
     ("MFU %", "mfu", 1, "mfu", "published MFU %: as counted, recomputed"),
     ("MFU % PaLM", "mfu_palm", 1, None, None),
     ("HFU %", "hfu", 1, None, None),
+    ("compile s", "compile_s", 1, None, None),
     ("loss", "loss", 4, None, None),
 )
 Columns = list[tuple[str, list[str]]]

@@ -85,83 +85,6 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns + memory(rows)
 
 
-def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
-    """The last comparison at each size on each device, torch and number of ranks; sizes in columns where they differ.
-    `split`: wrapper and compile mode in columns."""
-    rows = [row for row in rows if row.get("study") == "baselines"]
-
-    def place(row):
-        return published.label(row), row["device"], row["torch"], *sizes(row)
-
-    def sizes(row):
-        return tuple((row.get("flags") or {}).get(name) for name in published.SHAPE)
-
-    last = {place(row): row["interleaved"] for row in rows}
-    rows = [row for row in rows if row["interleaved"] == last[place(row)]]
-    rows = published.newest(rows, lambda row: (row["cell"], sizes(row)))
-    shapes = zip(published.SHAPE, zip(*map(sizes, rows), strict=True), strict=False)
-    told = [
-        (name, [str(value) for value in values]) for name, values in shapes if len(set(values)) > 1
-    ]
-    columns = [("wrapper:compile", [row["cell"] for row in rows])]
-    if split:
-        columns = [
-            (name, [row["cell"].split(":")[i] for row in rows])
-            for i, name in enumerate(("wrapper", "compile"))
-        ]
-    columns += told + where(rows) + column(rows, MS, "step_ms", 1)
-    return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
-
-
-def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """The rows and columns of lab/studies/attention.py; x: time over that of the fastest SDPA kernel beside it."""
-    sizes = "seqlen batch heads kv_heads head_dim dtype causal".split()
-    rows = [
-        {"causal": True} | row.get("setting", {}) | row
-        for row in rows
-        if row.get("study") == "attention"
-    ]
-    rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
-    told = [
-        *(name for name in sizes[2:] if len({row[name] for row in rows}) > 1),
-        *sizes[:2],
-        "backend",
-    ]
-    columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
-    columns += outcomes(rows)
-    beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
-    for name in ("forward", "backward"):
-        ms = [published.figure(row, f"{name}_ms") for row in rows]
-        best = {}
-        for which, row, each in zip(beside, rows, ms, strict=True):
-            if not row["backend"].startswith("flex") and each:
-                best[which] = min(each, best.get(which, each))
-        speeds = [published.figure(row, f"{name}_tflops") for row in rows]
-        both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]
-        columns += [
-            (f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows]),
-            (f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds]),
-            ("x", [grouped(each / least, 2) if each and least else "" for each, least in both]),
-        ]
-    return rows, columns + memory(rows)
-
-
-def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
-    rows = [row for row in rows if published.core(row.get("cell"))]
-    rows = published.newest(rows, lambda row: published.core(row["cell"]))
-    rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
-    cores = [published.core(row["cell"]) for row in rows]
-    names = [published.series(row, "ladder") for row in rows]
-    common = frozenset.intersection(*cores) if rows else frozenset()
-    columns = [("flags", [f"`{sweep.join(dict(own - common)) or 'the others'}`" for own in cores])]
-    columns += where(rows) + outcomes(rows)
-    for title, key, digits, *_ in METRICS[:2]:
-        if found := column(rows, f"peak {title}", key, digits):
-            columns += [*found, relative([published.figure(row, key) for row in rows], names)]
-    return rows, columns + column(rows, MS, "step_ms", 1) + column(rows, "MFU %", "mfu", 1)
-
-
 def links(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs that differ in their ranks and links alone: a line each, a column of smallest steps for each number of ranks
     and link. Only what ran on more than one link; what stands in the column of one rank has the same flags."""
@@ -215,36 +138,6 @@ def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, ("most gathered MiB at once", [grouped(each) for each in alive])]
 
 
-def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
-    rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
-    rows = published.newest(rows, lambda row: (row["compile"], row["depth"]))
-    lines = {}
-    for row in sorted(rows, key=lambda row: (published.label(row), row["device"], row["torch"])):
-        lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[
-            row["depth"]
-        ] = row
-    firsts = [[*line.values()][0] for line in lines.values()]
-    depths = sorted({row["depth"] for row in rows})
-    columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
-    for depth in depths:
-        columns.append(
-            (
-                f"depth {depth}, s",
-                [shown(line.get(depth), "compile_s", 1) for line in lines.values()],
-            )
-        )
-    seconds = [
-        [published.figure(line.get(depth), "compile_s") for depth in depths]
-        for line in lines.values()
-    ]
-    title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
-    return rows, [
-        *columns,
-        (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds]),
-    ]
-
-
 def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Simulated peaks at the setting of most rows: a line per recipe and torch, a column per number of ranks that
     several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
@@ -280,28 +173,6 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
         *columns,
         ("published", texts),
     ]
-
-
-def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Simulated peaks of the published runs beside what was measured, in the order of the rows."""
-    rows = [row for row in rows if row.get("published") and published.measured(row)]
-    common = (
-        frozenset.intersection(*(published.core(row["cell"]) for row in rows))
-        if rows
-        else frozenset()
-    )
-    flags = [sweep.join(dict(published.core(row["cell"]) - common)) for row in rows]
-    both = [(row["simulated_mib"], published.measured(row)) for row in rows]
-    columns = [
-        ("n", [published.label(row) for row in rows]),
-        ("flags", [f"`{text or 'no others'}`" for text in flags]),
-    ]
-    columns += [
-        (title, [grouped(pair[i]) for pair in both])
-        for i, title in enumerate(("simulated MiB", "published"))
-    ]
-    columns += [("off by %", [f"{100 * (ours / mib - 1):+.1f}" for ours, mib in both])]
-    return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
 
 
 def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -342,26 +213,6 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     ]
     columns += column(rows, MS, "step_ms", 1) + column(rows, "tokens/s", "tok_s", 0)
     return rows, columns + outcomes(rows)
-
-
-def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Links that lab/benchmarks/nodes.py has fitted: a latency and bandwidth of all collectives, and those of each."""
-    rows = [row for row in rows if row.get("study") == "nodes" and "setting" in row]
-    rows = published.newest(rows, lambda row: (row["setting"]["network"], row["setting"]["link"]))
-
-    def fit(found: dict) -> str:
-        return f"{grouped(found['alpha_us'])} us, {grouped(found['gb_per_s'], 4, 'no')} GB/s"
-
-    columns = [
-        (name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")
-    ]
-    columns += [
-        ("latency, bandwidth of a rank", [fit(row["link"]) for row in rows]),
-        ("residual %", [grouped(100 * row["link"]["residual"]) for row in rows]),
-    ]
-    for op in rows[0]["ops"] if rows else ():
-        columns += [(op.replace("_", "-"), [fit(row["ops"][op]) for row in rows])]
-    return rows, columns
 
 
 def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -413,23 +264,15 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
     ]
 
 
-# Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {
     "compile": compile_modes,
-    "ladder": ladder,
-    "compile-depth": compile_depth,
-    "baselines": baselines,
-    "wrappers": lambda rows: baselines(rows, split=True),
-    "attention": attention,
     "peaks": peaks,
-    "published-peaks": published_peaks,
     "links": links,
     "collectives": collectives,
     "loss": loss,
     "runs": runs,
     "sent": sent,
     "fit": fit,
-    "nodes-links": nodes_links,
     "nodes": nodes,
     "versions": versions,
 }

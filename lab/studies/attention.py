@@ -11,7 +11,6 @@ a number has s, and T^2 more for a causal mask; math holds them in fp32, also q 
 cast); a fused kernel its output and a log-sum for each row, (s d + 4) b H T. What is held is counted: storages that
 autograd saves and that are no inputs. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2 times
 that, 2.5 where the scores are computed again.
-`python -m lab.report attention --results FILE` prints rows in a layout of their own, with FLOP/s.
 """
 
 import math

@@ -187,10 +187,10 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("name", "h100 cpu_modes cpu_ladder peaks published_peaks cpu_wrappers".split())
+@pytest.mark.parametrize("name", "h100 cpu_modes peaks".split())
 def test_figures_of_our_rows_cut_nothing(folder, whole, report, name):
-    layout = dict(h100="links", cpu_modes="compile", cpu_ladder="ladder", cpu_wrappers="wrappers")
-    report(f"{layout.get(name, name.replace('_', '-'))} --results {ROOT}/results/{name}.jsonl --plots plots")
+    layout = dict(h100="links", cpu_modes="compile", peaks="peaks")
+    report(f"{layout[name]} --results {ROOT}/results/{name}.jsonl --plots plots")
     assert whole
 
 

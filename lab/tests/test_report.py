@@ -219,12 +219,6 @@ def test_lines_cut_short_are_passed_over(tmp_path):
     assert [each["file"] for each in rows.read([path])] == ["rows.jsonl"]
 
 
-def compared(cells, **more):
-    about = CPU | dict(study="baselines", interleaved=cells, world=1, commit="0123456", n=60)
-    return [about | dict(cell=c, step_ms=50 + i, step_ms_min=49, step_ms_max=70, ratio=1 + i / 4) | more
-            for i, c in enumerate(cells)]  # fmt: skip
-
-
 def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, ended):
     """Every entry of a row and of its flags without it and with each odd value, and lines nested deeply, by turns."""
     odd = "missing", None, True, -5, 0, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
@@ -301,28 +295,6 @@ def test_memory_is_that_of_the_rows_that_tables_show_and_what_rows_share_is_held
     assert count == 500 and held < 4 * size, held / size
 
 
-def test_wrappers_are_the_last_comparison_of_each_machine():
-    cells = "simple:blocks fsdp2:blocks ddp:blocks none:blocks".split()
-    made = compared(["simple:model", "none:model"]) + compared(cells) + compared(cells[:3], world="8(sim ndr-ib)")
-    found = table("wrappers", made)[1]
-    assert [(each["wrapper"], each["n"]) for each in found] == [
-        ("simple", "1"), ("fsdp2", "1"), ("ddp", "1"), ("none", "1"),
-        *((name, "8(sim ndr-ib)") for name in ("simple", "fsdp2", "ddp")),
-    ]  # fmt: skip
-    assert [each["median ratio to the first"] for each in found[:4]] == "1.000 1.250 1.500 1.750".split()
-    assert "n" not in table("baselines", compared(cells))[1][0]
-
-
-def test_sizes_stand_beside_wrappers_where_there_are_several():
-    cells = ["fsdp2:none", "simple:none"]
-    made = [each for width in (128, 256) for each in compared(cells, flags={"seed": 0, "width": width, "batch": 2})]
-    found = table("wrappers", made)[1]
-    assert [(each["width"], each["wrapper"]) for each in found] == [
-        ("128", "fsdp2"), ("128", "simple"), ("256", "fsdp2"), ("256", "simple"),
-    ]  # fmt: skip
-    assert "batch" not in found[0]
-
-
 def test_runs_over_several_links_stand_in_one_line():
     labels = ((1, ""), (8, " --link h100-nvlink"), (8, " --link ndr-ib"))
     made = [row(f"nproc=1 --device cuda --remat none{more}{f' --world {n}{link}' * (n > 1)}", ms=100 * i, mib=9000 // n)
@@ -333,22 +305,10 @@ def test_runs_over_several_links_stand_in_one_line():
     assert [each["n = 8, peak MiB"] for each in found] == ["1'125", "1'125"]
 
 
-def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
-    here = dict(commit="a" * 40, torch="2", device="GPU", date="d", outcome="ok")
+def test_rows_of_a_study_with_the_name_of_a_layout_are_none_of_its_rows():
+    made = dict(study="collectives", setting=dict(ranks=2), ops={}, outcome="ok")
     with pytest.raises(ValueError, match="no row of it"):
-        tables.section("collectives", [here | dict(study="collectives", setting=dict(ranks=2), ops={})], False)
-    sizes = dict(seqlen=64, batch=1, heads=2, kv_heads=2, head_dim=8, dtype="bf16")
-    made = [here | dict(study="attention", backend="flash", forward_ms=2.0, **sizes)]
-    setting = dict(backend="plain", causal=True, **sizes)
-    made += [here | dict(study="attention", setting=setting, outcome="OOM no")]
-    made += [here | dict(study="attention", setting=setting | dict(backend="flash", causal=False), forward_ms=1.0)
-             | dict(backend="flash", **sizes)]  # fmt: skip
-    text = tables.section("attention", made, False)[1]
-    assert [" | ".join(line.split(" | ")[:5]) for line in text.splitlines()[2:]] == [
-        "| True | 64 | 1 | flash | ok",
-        "| True | 64 | 1 | plain | OOM no",
-        "| False | 64 | 1 | flash | ok",
-    ]
+        tables.section("collectives", [made], False)
 
 
 def test_rows_of_other_programs_are_not_runs_whose_collectives_are_shown():
@@ -371,30 +331,6 @@ def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile()
                       "all-gathers of them exposed": "1", "reduce-scatters": "1",
                       "reduce-scatters of them exposed": "1", "MiB sent": "8",
                       "most gathered MiB at once": "6"}]  # fmt: skip
-
-
-def test_the_rungs_of_a_ladder_stand_in_the_order_in_which_they_ran():
-    rungs = "--remat none", "--remat both", "--remat both --loss chunked"
-    made = [row(f"nproc=1 --device cpu --depth 8 {flags}", CPU, mib=900 - 300 * i, date=f"2026-01-0{i + 1}", ms=100)
-            for i, flags in enumerate(rungs)]  # fmt: skip
-    made.append(row(made[1]["cell"], CPU, outcome="OOM bwd", date="2026-01-04"))  # an older one was ok
-    above, found = table("ladder", made[::-1])
-    assert "All of ours: `--depth 8`." in above
-    assert [each["flags"] for each in found] == [f"`{flags}`" for flags in (
-        "--remat none", "--remat both", "--loss chunked --remat both")]  # fmt: skip
-    peaks = [(each["peak resident MiB"], each["x"]) for each in found]
-    assert peaks == [("900", "1.00"), ("600", "0.67"), ("300", "0.33")]
-
-
-def test_seconds_to_compile_stand_by_mode_and_depth():
-    made = [row(f"nproc=1 --device cpu --compile {mode} --depth {depth}", CPU, depth=depth, compile_s=seconds)
-            for mode, depth, seconds in (("blocks", 4, 20.0), ("blocks", 32, 25.0), ("step", 4, 60.0), ("none", 4, 0))]
-    made.append(row("nproc=1 --device cpu --compile step --depth 32", CPU, outcome="failed: time", depth=32))
-    _, found = table("compile-depth", made)
-    assert found == [
-        {"`--compile`": "blocks", "depth 4, s": "20.0", "depth 32, s": "25.0", "depth 32 / depth 4": "1.25"},
-        {"`--compile`": "step", "depth 4, s": "60.0", "depth 32, s": "", "depth 32 / depth 4": ""},
-    ]
 
 
 @pytest.fixture
@@ -447,11 +383,15 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
     ("", "no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
     ("--results none.jsonl", "no file none.jsonl: "),
     ("seqlen --results results/cpu_modes.jsonl", "seqlen: no row of it (at small sizes: --small)"),
-    ("baselines --results results/cpu_modes.jsonl", "baselines: no row of it among 5 rows"),
+    ("links --results results/cpu_modes.jsonl", "links: no row of it among 5 rows"),
     ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows are of"),
     ("depth --check", "--check and --write stand alone"),
     ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
-])
+    ("results/collectives.jsonl", "results/collectives.jsonl: no run of a training program is in it, its rows are of "
+     "the study collectives; name their table, if there is one: "),
+    ("results/cpu_modes.jsonl --last 0", "--last 0: must be at least 1"),
+    ("results/cpu_modes.jsonl --run mine", "--run mine: no row of it in results/cpu_modes.jsonl"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(copy, refused, words, said):
     assert refused(command.main, words).startswith(f"report: {said}")
 
@@ -516,16 +456,6 @@ def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_rati
     assert "10.4" not in simulated, "the loss of simulated ranks"
     assert "| run-2 | 8(sim h100-nvlink) | all-gather | 3 | 12.0 | 0.50 |" in out
     assert "100.0 [" not in report("rows.jsonl --last 1") + report("rows.jsonl --run run-2")
-
-
-@pytest.mark.parametrize("words, said", [
-    ("results/collectives.jsonl", "results/collectives.jsonl: no run of a training program is in it, its rows are of "
-     "the study collectives; name its table, --results results/collectives.jsonl"),
-    ("results/cpu_modes.jsonl --last 0", "--last 0: must be at least 1"),
-    ("results/cpu_modes.jsonl --run mine", "--run mine: no row of it in results/cpu_modes.jsonl"),
-])  # fmt: skip
-def test_a_file_or_rows_that_are_no_runs_are_one_line(copy, refused, words, said):
-    assert refused(command.main, words) == f"report: {said}\n"
 
 
 def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, report):

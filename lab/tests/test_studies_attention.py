@@ -10,7 +10,6 @@ import torch
 from test_attention import CPU, SHAPE
 
 from lab.report import published
-from lab.report import tables as report
 from lab.studies import attention, study
 from model import sdpa_kernel
 from trainer.attention import Shape
@@ -36,10 +35,6 @@ def test_every_backend_has_a_row_and_both_tables_hold_them(tmp_path, capsys):
         for name in ("forward", "backward"):
             assert 0 < row[f"{name}_ms_min"] <= row[f"{name}_ms"] <= row[f"{name}_ms_max"]
     assert "| 16 | 64 | fp32 | yes | math |" in capsys.readouterr().out
-    table = report.section("attention", rows, False)[1]
-    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
-    assert cells[-1][2:5] == ["2", "flash", "ok"]
-    assert any("1.00" in line for line in cells[-2:])  # whichever was faster on a busy machine
 
 
 def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
@@ -124,15 +119,3 @@ def test_a_row_names_the_dtype_of_its_products_and_the_bytes_that_it_moves(backe
 def test_published_memory_is_that_of_two_matrices():
     lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
     assert float(lines[16, 16384]["mem_gb"]) == pytest.approx(2 * 4 * 8 * 16384**2 / 1e9, rel=0.01)  # two [T, T]
-
-
-def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
-    def row(backend, forward, seqlen=4096, device="H100"):
-        sizes = dict(Shape(8, 32, 8, seqlen, 128, "bf16")._asdict(), device=device, torch="2.13")
-        done = dict(forward_ms=forward, forward_ms_min=forward, forward_ms_max=forward, backward_ms=2 * forward)
-        return sizes | dict(study="attention", backend=backend, outcome="ok", date="now") | done
-
-    rows = [row("flex", 3.0), row("flash", 4.0), row("cudnn", 2.0), row("flex", 9.0, 8192)]
-    _, columns = report.attention([*rows, row("flash", 1.0, device="B200")])
-    ratios = next(texts for title, texts in columns if title == "x")
-    assert ratios == ["1.50", "2.00", "1.00", "", "1.00"]
