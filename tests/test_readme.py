@@ -145,14 +145,14 @@ def test_a_command_that_its_program_would_refuse_is_found():
 def test_the_picture_is_of_the_committed_rows(tmp_path):
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
     rows = rows_of(ROOT / "results/collectives.jsonl")
-    svg, png = plots.overlap(rows, tmp_path)
+    svg, png = plots.collectives(rows, tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
     assert texts[0] == texts[1]
     assert "torch.compile alone: 20 collectives, 20 of them exposed" in texts[0]
     assert "with overlap.py: 20 collectives, 4 of them exposed" in texts[0]
     assert "20 that all wait, or, with" in README
     with pytest.raises(plots.NoFigure):
-        plots.overlap(rows[:1], tmp_path)
+        plots.collectives(rows[:1], tmp_path)
     assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
 
 
@@ -164,7 +164,7 @@ def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, fig
 
     found = published.read([ROOT / f"results/{rows}.jsonl"])
     if figure == "links":
-        plots.bars(name, [(None, row, published.measured(row)) for row in tables.links(found)[0]], tmp_path)
+        plots.of_rows(name, tables.links(found)[0], tmp_path)
     else:
         plots.losses(found, tmp_path) if figure == "loss" else plots.fronts(runs.shared(found), tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", (folder / f"{figure}.svg").read_text()) for folder in

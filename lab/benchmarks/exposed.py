@@ -1,7 +1,7 @@
 """How much of the links' time a step hides behind its computation, on simulated ranks whose links are as slow as asked.
 
     python -m lab.benchmarks.exposed simple:fwdbwd fsdp2:blocks --results results/exposed.jsonl -- --depth 4 --width 256
-    python -m lab.benchmarks.exposed --results results/exposed.jsonl --plot docs/exposed.png   # draws, measures nothing
+    python -m lab.benchmarks.exposed --results results/exposed_ahead.jsonl --plot docs/exposed.png   # measures nothing
 
 Links are given the bandwidth at which the step's collectives take 1/2, 1, 2 and 4 times as long as its computation, by
 a few turns before those that count. All settings take turns, step by step. `ratio` is the step over the longer of both
@@ -216,8 +216,6 @@ def draw(rows: list[dict], path: str) -> None:
     try_plot(path)
     from matplotlib.figure import Figure
 
-    from lab.report.plots import word
-
     plot = Figure(figsize=(7, 0.9 + 0.8 * len(shown)), layout="constrained")
     axes = plot.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for ax, ((name, depth), row) in zip(axes, shown.items(), strict=True):
@@ -234,12 +232,8 @@ def draw(rows: list[dict], path: str) -> None:
                     linewidth=0.4,
                 )
         ax.set_yticks([0, 1], ["computation", "link"])
-        cell, _, own = name.partition(" ")
-        title = ", ".join(
-            [*map(word, ("wrapper", "compile", "optimizer"), cell.split(":")), *filter(None, [own])]
-        )
         ax.set_title(
-            f"{title}, depth {depth}: {row['ratio']:.2f} times the longer of both",
+            f"{name}, depth {depth}: {row['ratio']:.2f} times the longer of both",
             fontsize=9,
             loc="left",
         )

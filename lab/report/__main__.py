@@ -151,15 +151,13 @@ def draw(
 ) -> list[Path]:
     """The figures of `ours`: rows of a table, or settings. Of `rows`: what takes no more of them than it needs."""
     plots = importlib.import_module("lab.report.plots")
-    own = {"loss": plots.losses, "fit": plots.fits, "time against memory": plots.fronts}
+    own = {"loss": plots.losses, "time against memory": plots.fronts}
     if name in own:
         return own[name](ours, folder)
     if name == "collectives":
-        return plots.overlap(rows, folder)
-    if name == "runs":
-        return plots.bars(name, [(None, row, None) for row in ours], folder)
+        return plots.collectives(rows, folder)
     if ours:
-        return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
+        return plots.of_rows(name, ours, folder)
     return plots.axis(name, published.entries(name, rows, args.small), folder)
 
 

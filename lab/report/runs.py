@@ -153,3 +153,12 @@ def shared(rows: list[dict]) -> list[list[dict]]:
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
     return [those for those in settings.values() if len(those) > 2]
+
+
+def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (time, memory) the Pareto front: those that no other undercuts in both, the least time first."""
+    best = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best

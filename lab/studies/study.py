@@ -520,8 +520,6 @@ def curves(
     """Draws {words: [(x, y)]} into study-NAME.svg and .png; what has no y, or none above zero on a logarithmic axis, is
     left out. marks: {words: x} of vertical lines. axes: of matplotlib's Axes.set, such as xscale="linear": both are
     logarithmic unless it says otherwise. NoFigure where nothing is left."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     from lab.report import plots
 
     least = 0 if axes.get("yscale", "log") == "log" else -math.inf  # a logarithm has no zero
@@ -529,36 +527,7 @@ def curves(
         words: [(a, b) for a, b in line if b is not None and b > least]
         for words, line in made.items()
     }
-    if not any(found.values()):
-        raise plots.NoFigure("no row has a figure")
-    plot = plots.column(2.2 + 0.13 * (len(found) + len(marks or ())))
-    handles = {}
-    ax = plot.subplots()
-    for number, (words, line) in enumerate(found.items()):
-        if line:
-            style, marker = (each[number % len(each)] for each in (plots.STYLES, plots.MARKERS))
-            how = dict(
-                color=plots.COLORS[number % len(plots.COLORS)], linestyle=style, marker=marker
-            )
-            handles[words] = ax.plot(*zip(*line, strict=True), **how)[0]
-    for number, (words, place) in enumerate((marks or {}).items()):
-        style = plots.STYLES[(number + 1) % len(plots.STYLES)]
-        handles[words] = ax.axvline(place, color="0.4", linestyle=style)
-    ax.set(**dict(xscale="log", yscale="log", xlabel=x, ylabel=y) | axes)
-    places = sorted({a for line in found.values() for a, _ in line})
-    if ax.get_xscale() == "log" and len(places) <= 8:
-        ax.set_xticks(places, [f"{place:g}" for place in places])
-        ax.set_xticks([], minor=True)
-    if ax.get_yscale() == "log":
-        low, high = ax.get_ylim()
-        subs = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 3) if high < 500 * low else (1,)
-        ax.yaxis.set(
-            major_locator=LogLocator(subs=subs),
-            major_formatter="{x:g}",
-            minor_formatter=NullFormatter(),
-        )
-    plots.legend(plot, handles)
-    return plots.save(plot, folder, f"study-{name}")
+    return plots.lines(f"study-{name}", [(y, found)], x, folder, marks, **axes)
 
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:

@@ -343,7 +343,8 @@ def figure(rows: list[dict], folder) -> list:
     ax = plot.subplots()
     low = [0.0] * len(rows)
     handles = {}
-    for piece, face, hatch in zip(PIECES, plots.FACES, plots.HATCHES, strict=False):
+    names = {"whole": "DDP", "sharded": "ZeRO-1", "fully_shard": "FSDP"}
+    for piece, color in zip(PIECES, plots.FILLS, strict=False):
         sizes = [
             row["moments"]["before the update" if piece == "gradients" else "after the update"][
                 piece
@@ -351,9 +352,9 @@ def figure(rows: list[dict], folder) -> list:
             / 2**20
             for row in rows
         ]
-        how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
+        how = dict(color=color, edgecolor="black", linewidth=0.5)
         handles[piece] = ax.bar(
-            [plots.word("way", row["setting"]["way"]) for row in rows], sizes, bottom=low, **how
+            [names[row["setting"]["way"]] for row in rows], sizes, bottom=low, **how
         )
         low = [a + b for a, b in zip(low, sizes, strict=True)]
     ax.set_ylabel("MiB of a rank, counted")
