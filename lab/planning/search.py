@@ -25,6 +25,7 @@ from lab.planning.architecture import MOST_BLOCKS, read
 from lab.planning.liveness import Peak, Tape
 from lab.planning.schedule import Step, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
+from lab.report.runs import front
 from trainer import config as flags
 from trainer.costs import Architecture, Link, link, muon, reference
 from trainer.distributed.command_line import as_given, parse_beside
@@ -236,15 +237,6 @@ def estimate(q: Question) -> Estimate:
     low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in found)
     grown = (deep - few[0]) / (few[1] - few[0])
     return Estimate(*(x + grown * (y - x) for x, y in zip(low[:2], high[:2], strict=True)), q)
-
-
-def front(found: Iterable[Estimate]) -> list[Estimate]:
-    """The Pareto front of memory against time: plans of which none is both smaller and faster."""
-    best: list[Estimate] = []
-    for each in sorted(found, key=lambda each: each[:2]):
-        if not best or each.seconds < best[-1].seconds:
-            best.append(each)
-    return best
 
 
 def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:

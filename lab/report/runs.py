@@ -5,6 +5,7 @@ rows, columns = runs(published.read([Path("runs/results.jsonl")]))
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypeVar
 
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
@@ -14,6 +15,7 @@ from trainer.distributed.command_line import as_given
 from trainer.distributed.spelling import flag, folded
 from trainer.distributed.terminal import grouped
 
+Costly = TypeVar("Costly", bound=tuple)
 # What is drawn of rows: of memory the first that any has. Key of ours, field of a Point, words for an axis.
 MEMORY = (
     ("simulated_mib", "simulated peak memory"),
@@ -155,10 +157,10 @@ def shared(rows: list[dict]) -> list[list[dict]]:
     return [those for those in settings.values() if len(those) > 2]
 
 
-def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (time, memory) the Pareto front: those that no other undercuts in both, the least time first."""
+def front(found: Iterable[Costly]) -> list[Costly]:
+    """The Pareto front of tuples that begin with two costs: what no other undercuts in both, by the first cost."""
     best = []
-    for point in sorted(set(points)):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
+    for each in sorted(found, key=lambda each: each[:2]):
+        if not best or each[1] < best[-1][1]:
+            best.append(each)
     return best
