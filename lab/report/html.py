@@ -21,7 +21,7 @@ td { overflow-wrap: anywhere }
 th { border-bottom: 1px solid #111 }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums }
 code { font-size: 12px; overflow-wrap: anywhere }
-figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; vertical-align: top; width: 27rem; max-width: 100% }
+figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; vertical-align: top; width: 36rem; max-width: 100% }
 figure img { width: 100%; height: auto }
 figcaption { font-size: 13px; color: #444 }
 </style></head><body>
