@@ -16,8 +16,6 @@ from browser import PROGRAM, Browser
 from test_plots import logged
 from test_report import CPU, ROOT, line, row, save
 
-from lab.report import __main__ as command
-
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
 MODES = f"compile --results {ROOT}/results/cpu_modes.jsonl"
 # What lies beyond the edge of the page, or is cut by what is around it.
@@ -72,13 +70,6 @@ def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
             pass
         assert "pre" in "".join(browser.evaluate(CLIPPED))
         assert any("Content Security Policy" in str(each) for each in browser.events)
-
-
-@pytest.mark.parametrize("words", ["--html /proc/page.html", "--plots /proc/plots"])
-def test_a_place_that_cannot_be_written_is_one_line_and_exit_2(refused, words):
-    told = refused(command.main, f"{MODES} {words}")
-    assert told.startswith("report: ")
-    assert words.removeprefix("--plots ") in told
 
 
 def test_a_folder_for_the_page_is_made(tmp_path, report):

@@ -391,6 +391,9 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
      "the study collectives; name their table, if there is one: "),
     ("results/cpu_modes.jsonl --last 0", "--last 0: must be at least 1"),
     ("results/cpu_modes.jsonl --run mine", "--run mine: no row of it in results/cpu_modes.jsonl"),
+    ("compile --results results/cpu_modes.jsonl --html /proc/page.html", "--html /proc/page.html: "),
+    pytest.param("compile --results results/cpu_modes.jsonl --plots /proc/plots", "/proc/plots: ",
+                 marks=needs_matplotlib),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(copy, refused, words, said):
     assert refused(command.main, words).startswith(f"report: {said}")
