@@ -15,11 +15,9 @@ import os
 import re
 import secrets
 import shlex
-import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -50,7 +48,6 @@ DECODER = json.JSONDecoder(
     object_pairs_hook=_shared,
     parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get,
 )
-FINISH_S = 60  # for W&B's end, which has limits of its own, of 30 s
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(
     r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$",
@@ -108,15 +105,6 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
-
-
-def _kill_service() -> None:
-    """Ends W&B's process, which Python would else wait for at its exit."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            name, _, about = file.read_text().partition("(")[2].rpartition(") ")
-            if name == "wandb-core" and int(about.split()[1]) == os.getpid():
-                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def _odd_entry(row: dict) -> str:
@@ -378,20 +366,11 @@ class Sinks:
         return [*lines, drawn]
 
     def close(self) -> None:
-        """End the W&B run; a second call does nothing. W&B's own process may hang: it then ends, too."""
+        """End the W&B run; a second call does nothing."""
         run = self._wandb
         self._wandb = None
-        if run is None:
-            return
-        ending = threading.Thread(target=self._try, args=("wandb", run.finish), daemon=True)
-        ending.start()
-        ending.join(FINISH_S)
-        if ending.is_alive():
-            tell(
-                f"warning: wandb: no answer for {FINISH_S} s; what it has not kept is lost",
-                sys.stderr,
-            )
-            _kill_service()
+        if run is not None:
+            self._try("wandb", run.finish)
 
     def _try(self, sink: str, action: Callable[[], Any]) -> bool:
         try:
@@ -457,10 +436,8 @@ def log_tables(
     wandb: str,
     group: str,
     tags: Sequence[str] = (),
-    files: dict[str, bytes] | None = None,
 ) -> None:
-    """A W&B run of its own, with a table per study whose nested values are JSON, and `files` (name -> content) in an
-    artifact, GROUP-report. Costs a warning at most."""
+    """A W&B run of its own, with a table per study whose nested values are JSON. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
 
     def log(study: str, rows: list[dict]) -> None:
@@ -474,22 +451,7 @@ def log_tables(
         ]
         sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
 
-    def log_files() -> None:
-        import wandb
-
-        # W&B logs the paths, too.
-        folder = Path(os.path.relpath(sinks._wandb.dir)).parent / "report"
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{group}-report")[:128], "report")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-            # Not by way of a copy in the user's home.
-            artifact.add_file(str(folder / name), policy="immutable")
-        sinks._wandb.log_artifact(artifact)
-
     for study, rows in tables.items():
         if sinks._wandb and rows:
             sinks._try("wandb", partial(log, study, _plain(rows)))
-    if sinks._wandb and files:
-        sinks._try("wandb", log_files)
     sinks.close()

@@ -6,7 +6,6 @@
     python -m lab.report FILE.jsonl        the runs of a file: every figure, over that of the first, and curves
     python -m lab.report loss --last 3     losses of the last three runs of runs/results.jsonl
     python -m lab.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
-    python -m lab.report --wandb online    gives tables and figures to W&B, as an artifact
     python -m lab.report --study NAME      the table of a study (studies/), with --plots DIR its plot
     python -m lab.report --check           the marked tables of README, NOTES, docs, lab/notes; --write mends
 
@@ -31,7 +30,7 @@ from lab.report.runs import shared
 from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
 from trainer.distributed.terminal import answering, grouped, one_line, shown
-from trainer.logging import check_writable, log_tables
+from trainer.logging import check_writable
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
 FOLDERS = ("docs", "lab/notes")
@@ -138,7 +137,7 @@ def figures(
     most = plots.SETTINGS if fronts else plots.MOST
     left = f"Drawn: the last {most} of {grouped(len(ours))} {'settings' if fronts else 'rows'}."
     left *= len(ours) > most and name != "collectives"  # it draws two of all
-    shown_alone = args.html and not args.plots and args.wandb == "off"  # a page holds no PNG
+    shown_alone = args.html and not args.plots  # a page holds no PNG
     try:
         with plots.matplotlib.rc_context({"savefig.format": "svg"} if shown_alone else {}):
             return draw(name, ours[-most:], rows, args, folder), left
@@ -179,7 +178,7 @@ def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> dict[str, t
 
 
 def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -> None:
-    """Prints tables, draws figures into `folder`, if any, gives both to --html and W&B. files: the tables are those
+    """Prints tables, draws figures into `folder`, if any, gives both to --html. files: the tables are those
     that the rows of --results fill. Raises ValueError where an axis that was named, or every axis, has no row."""
     if folder:
         importlib.import_module("lab.report.plots")  # before anything is printed
@@ -224,16 +223,6 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     if args.html:
         args.html.write_text(page(sections))
         print(args.html)
-    if args.wandb != "off":
-        group = f"sweep-{named[0] if len(named) == 1 else 'all'}{'-small' * args.small}"
-        files = {
-            f"{name}.md": f"{about}\n\n{table}\n".encode()
-            for name, about, table, _ in sections
-            if table
-        }
-        files |= {path.name: path.read_bytes() for path in drawn}
-        files |= {args.html.name: args.html.read_bytes()} if args.html else {}
-        log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
 
 
 def with_files(text: str, files: list[Path]) -> str:
@@ -268,10 +257,6 @@ def main(argv: list[str] | None = None) -> int:
         help="one page with tables and figures; needs matplotlib",
     )
     parser.add_argument(
-        "--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too"
-    )
-    parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
-    parser.add_argument(
         "--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply"
     )
     parser.add_argument(
@@ -282,21 +267,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
-        others = (
-            args.axis
-            or args.results
-            or args.small
-            or args.plots
-            or args.html
-            or args.group
-            or args.wandb != "off"
-        )
+        others = args.axis or args.results or args.small or args.plots or args.html
         if (args.check or args.write) and (others or args.study):
             raise ValueError(
                 "--check and --write stand alone: the marks in the documents name layouts and rows"
             )
         if args.study:
-            if args.axis or args.html or args.group or args.wandb != "off":
+            if args.axis or args.html:
                 raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
             files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
             table, about, paths = studied(args.study, files, args.plots)

@@ -539,7 +539,6 @@ def sweep(
             output.wandb,
             output.group,
             output.tags,
-            {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()},
         )
     if missing := unfinished(cells, rows):
         print(
