@@ -41,8 +41,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benchmarks.wrappers import WARMUP, check_cells
-from lab.profiling.peak import try_plot
+from lab.benchmarks.wrappers import WARMUP, check_cells, try_plot
 from trainer.costs import Link, sent_bytes
 from trainer.data import Batches
 from trainer.distributed import simulated_world

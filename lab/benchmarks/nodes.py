@@ -74,8 +74,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from lab.benchmarks.wrappers import interleave
-from lab.profiling.peak import try_plot
+from lab.benchmarks.wrappers import interleave, try_plot
 from lab.report.tables import LAYOUTS
 from lab.studies.collectives import LIBRARY, fitted, times
 from trainer.costs import Link

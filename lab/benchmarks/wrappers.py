@@ -86,6 +86,16 @@ class TorchMuon:
             p.grad = None
 
 
+def try_plot(path: str) -> None:
+    """Writes an empty figure. ValueError, one line, where that fails."""
+    try:
+        from matplotlib.figure import Figure
+
+        Figure().savefig(path)
+    except (ImportError, OSError, ValueError) as e:
+        raise ValueError(f"--plot {path}: {e}; name a .png or .svg in a folder that exists") from e
+
+
 def interleave(
     steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool
 ) -> None:
