@@ -13,10 +13,10 @@
 #                                      one run per cell; a second call does what is missing (lab/sweeps/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
-#   ./launch.sh verify [--minutes 10] [--only PART...] [--again] [--world N] [--device cpu] [--tiny]
-#                                      proves on several GPUs, or nodes, what was never run: one file to send (docs/verify.md)
-#   ./launch.sh gpu [1..18] [--tiny]   verify on one GPU, with 8 simulated ranks, and all else that needs one: tests, attention
-#                                      kernels, sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
+#   ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]
+#                                      proves on all GPUs of this machine what was never run on several: one file to send
+#                                      (docs/verify.md); --device cpu: on CPU ranks; --world 8: 8 simulated ranks
+#   ./launch.sh gpu [PYTEST'S FLAGS]   verify on one GPU, with 8 simulated ranks, and every other test that needs a GPU
 #   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
@@ -34,7 +34,7 @@
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
-#   OUT            folder of results (gpu: runs) or traces (profile: profile)
+#   OUT            folder of results (verify, gpu: runs) or traces (profile: profile)
 #   CELL_TIMEOUT   seconds for one cell of a sweep (default 1800)
 # Relative paths in FLAGS start at the repository.
 
@@ -148,13 +148,10 @@ case $command in
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m lab.sweeps.sweep "$@" ;;
     fit)     exec "$py" -m lab.fit "$@" ;;
-    verify)  exec "$py" -m lab.benchmarks.verify "$@" ;;
-    gpu)     case ${1:-} in
-                 --*|'') ;;
-                 [1-9]|1[0-8]) set -- --only "5.$1" "${@:2}" ;;
-                 *) die "gpu: no part '$1', expected 1 to 18" 2 ;;
-             esac
-             exec "$py" -m lab.benchmarks.verify --world 8 --minutes 180 "$@" ;;
+    verify|gpu)    # programs have limits of their own; lab/tests/verify comes first, for its flags; xunit1 has figures
+             [ "$command" = verify ] || set -- tests lab/tests --world 8 "$@"
+             exec "$py" -m pytest -v -rs -m gpu -o faulthandler_timeout=0 -o junit_family=xunit1 \
+                 --junitxml "${OUT:-runs}/$command.xml" lab/tests/verify "$@" ;;
     nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun lab/benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m lab.studies "$@" ;;
     profile) profile "$@" ;;

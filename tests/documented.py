@@ -24,11 +24,11 @@ ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 # Words of docs that stand for some value of the reader's.
 VALUES = {"N": "2", "FLAGS": "", "..": ""}
 OF_LAUNCH = dict(run="main.py", profile="main.py", sweep="-m lab.sweeps.sweep", fit="-m lab.fit",
-                 nodes="lab/benchmarks/nodes.py", verify="-m lab.benchmarks.verify", slurm="-m lab.sweeps.slurm",
-                 gpu="-m lab.benchmarks.verify", studies="-m lab.studies")  # fmt: skip
-UNREAD = {"test", "install", "--help"}  # commands of launch.sh without flags of a program
+                 nodes="lab/benchmarks/nodes.py", slurm="-m lab.sweeps.slurm",
+                 studies="-m lab.studies")  # fmt: skip
+UNREAD = {"test", "verify", "gpu", "install", "--help"}  # commands of launch.sh without flags of a program
 # Programs that have no flags of main.py.
-ALONE = ("lab.report", "lab.studies", "lab.benchmarks.planner", "lab.benchmarks.verify", "trainer.checkpoint.export",
+ALONE = ("lab.report", "lab.studies", "lab.benchmarks.planner", "trainer.checkpoint.export",
          "trainer.finetuning.export", "tests/soak.py")  # fmt: skip
 OWN_LIST = re.compile(r"A file of your own, here `([^`]+)`.*?```text\n(.*?)```", re.DOTALL)
 
@@ -64,8 +64,6 @@ def program(command: str) -> list[str] | None:
         name, *words = words if words and not words[0].startswith("--") else ["run", *words]
         if name in UNREAD:
             return None
-        if name == "gpu" and words and words[0].isdecimal():
-            words = ["--only", f"5.{words[0]}", *words[1:]]
         words = [*OF_LAUNCH[name].split(), *words]
     elif first == "torchrun":
         start = next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), len(words))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `./launch.sh gpu 1`. One process, NCCL, fp32 unless said; skipped without CUDA."""
+"""What only a GPU can show: `./launch.sh gpu`. One process, NCCL, fp32 unless said; skipped without CUDA."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints and faults on a GPU, through main.py: `./launch.sh gpu 1`. One process, NCCL; skipped without CUDA."""
+"""Checkpoints and faults on a GPU, through main.py: `./launch.sh gpu`. One process, NCCL; skipped without CUDA."""
 
 import pytest
 import torch

@@ -138,7 +138,7 @@ def test_a_command_that_its_program_would_refuse_is_found():
              "./launch.sh --dept 3",
              "python -m lab.report --last x", "python -m lab.benchmarks.wrappers simple:none -- --steps x",
              "./launch.sh nodes --width x", "./launch.sh slurm --depth x", "./launch.sh fit --model DIR --world x",
-             "./launch.sh verify --minutes x", "python -m trainer.checkpoint.export runs/a --cast x"]  # fmt: skip
+             "python -m trainer.checkpoint.export runs/a --cast x"]  # fmt: skip
     assert [line.split("\t")[1] for line in refused(*wrong)] == wrong
 
 
