@@ -20,10 +20,13 @@ TINY = "--compile none --depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWEEP_CELL")
 
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
 def on_gpu(test):
-    """A test, or all of a file, that needs a GPU."""
-    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(needs(test))
+    """A test that needs a GPU; of a whole file: pytestmark = GPU."""
+    marked, skipped = GPU
+    return marked(skipped(test))
 
 
 needs_triton = pytest.mark.skipif(no_triton() is not None, reason=no_triton() or "")

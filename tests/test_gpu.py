@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from running import GPU
 
 from lab.studies import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
@@ -12,10 +13,7 @@ from trainer.costs import device_peak
 from trainer.fault_tolerance.watchdog import _collectives
 from trainer.step import COMPILE_MODES, AdamW, Replayed, check_mode, make_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 SHAPE = dict(depth=2, width=256, head_dim=64, grouping=2, vocab=512)
 
 
@@ -28,7 +26,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, graph=False, **config):
+def step_of(mesh, compile="none", dtype=None, chunk=0, **config):
+    """A step of a small wrapped model."""
     torch._dynamo.reset()
     with torch.device("meta"):
         model = Transformer(ModelConfig(**SHAPE, **config))
@@ -37,7 +36,11 @@ def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, graph=False, **co
     with disable_data_parallel():
         model.init_weights()
     model.prepare(256, "cuda")
-    step = make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, chunk=chunk, clip=1.0)
+    return make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, chunk=chunk, clip=1.0)
+
+
+def losses(mesh, *args, steps=8, graph=False, **settings):
+    step = step_of(mesh, *args, **settings)
     batch = torch.randint(512, (4, 257), device="cuda")  # the same for ever: the loss must fall
     step = Replayed(step) if graph else step
     values = torch.stack([step(batch[:, :-1], batch[:, 1:]).clone() for _ in range(steps)]).tolist()
@@ -176,12 +179,7 @@ def test_rungs_of_memory_agree_with_none(mesh, eager, config, compile):
 
 
 def test_a_step_never_waits_for_the_device(mesh):
-    with torch.device("meta"):
-        model = Transformer(ModelConfig(**SHAPE))
-    data_parallel(model, mesh).to_empty(device="cuda")
-    with disable_data_parallel():
-        model.init_weights()
-    step = make_step("none", model, AdamW(model.parameters(), 1e-3), mesh=mesh, clip=1.0)
+    step = step_of(mesh)
     batch = torch.randint(512, (2, 65), device="cuda")
     step(batch[:, :-1], batch[:, 1:])
     torch.cuda.set_sync_debug_mode("error")

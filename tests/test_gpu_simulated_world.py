@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from running import GPU
 from test_simulated_world import SMALL, check_gradients
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,10 +17,7 @@ from trainer.distributed.launch import shutdown
 from trainer.parallelize import build
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 
 
 @pytest.fixture(autouse=True)

@@ -41,9 +41,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benchmarks.wrappers import WARMUP, check_cells, try_plot
+from lab.benchmarks.wrappers import WARMUP, check_cells, data, try_plot
 from trainer.costs import Link, sent_bytes
-from trainer.data import Batches
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect, shutdown
 from trainer.measuring import timing
@@ -113,10 +112,7 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     configs = [flags.resolve(own, kind, 1) for own in configs]
     c = configs[0]
     device = connect(c, 0, 0, 1)
-    sizes = dict(global_batch=c.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
-    batch = [
-        t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))
-    ]
+    batch = [t.to(device) for t in next(data(c, 0, c.world))]
     runs = []
     ms = {}
     links = {}

@@ -74,11 +74,11 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from lab.benchmarks.wrappers import interleave, try_plot
+from lab.benchmarks.wrappers import data, interleave, try_plot
 from lab.report.tables import LAYOUTS
 from lab.studies.collectives import LIBRARY, fitted, times
 from trainer.costs import Link
-from trainer.data import Batches, DataError
+from trainer.data import DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.control import Desync, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
@@ -154,12 +154,6 @@ def meeting(world: int) -> Callable[[], None]:
         store.wait([f"{key} met"])
 
     return meet
-
-
-def data(c: flags.Config, rank: int, world: int) -> Batches:
-    """The batches of a rank, real or simulated."""
-    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
-    return Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
 
 
 def simulate(

@@ -86,6 +86,12 @@ class TorchMuon:
             p.grad = None
 
 
+def data(c: flags.Config, rank: int, world: int) -> Batches:
+    """The batches of a rank, real or simulated."""
+    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
+    return Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
+
+
 def try_plot(path: str) -> None:
     """Writes an empty figure. ValueError, one line, where that fails."""
     try:
@@ -133,9 +139,7 @@ def compare(
     for (step, _), cell in zip(steps, cells, strict=True):
         if parts(cell)[2] == "torch-muon":
             step.optimizer = TorchMuon(step.optimizer)
-    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
-    batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
-    interleave(steps, batches, c.steps, device, rank)
+    interleave(steps, data(c, rank, world), c.steps, device, rank)
     rows = []
     first = steps[0][1].ms()
     for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lab.benchmarks.nodes import data
+from lab.benchmarks.wrappers import data
 from simple_fsdp import disable_data_parallel
 from trainer import config as flags
 from trainer.distributed.launch import connect, set_deterministic, shutdown
