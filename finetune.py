@@ -2,7 +2,7 @@
 
     python finetune.py --model DIR --data chat.jsonl --export OUT                     # one rank, CPU or GPU
     torchrun --nproc-per-node 4 finetune.py --model DIR --data chat.jsonl --export OUT --micro-batch 2 \\
-        --effective-batch 64 --remat block:0.5 --loss chunked --save runs/a           # several
+        --effective-batch 64 --remat block --remat-ratio 0.5 --loss chunked --save runs/a           # several
     python finetune.py --model DIR --data chat.jsonl --preview                        # what is learned of an example
 
 The loop is here, from top to bottom; what surrounds it is trainer/run.py. Flags, rows, checkpoints and exit codes are

@@ -12,14 +12,12 @@ Peak memory is a closed form, held against the memory of generated code; time is
 
 import subprocess
 import sys
-from dataclasses import replace
-from typing import get_type_hints
+from dataclasses import fields, replace
 
 from lab.planning import report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
-from trainer.distributed.command_line import explain
-from trainer.distributed.spelling import flag, unfold
+from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import answering, did_you_mean, fail, put
 
 # By --what-if, of plan.py's own.
@@ -30,10 +28,10 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
     """The lines of --what-if. ValueError for a flag or value that there is not."""
     name, *values = own.what_if
     name = name.lstrip("-").replace("-", "_")
-    kinds = get_type_hints(flags.Training) | get_type_hints(flags.System)
-    if name not in {*SWEPT, *kinds} and (like := did_you_mean(name, [*SWEPT, *kinds])):
+    names = [*SWEPT, *(f.name for group in (flags.Training, flags.System) for f in fields(group))]
+    if name not in names and (like := did_you_mean(name, names)):
         raise ValueError(f"--what-if {name}: no such flag{like}")
-    if not values or name not in {*SWEPT, *kinds}:
+    if not values or name not in names:
         known = ", ".join(SWEPT)
         raise ValueError(
             f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values"
@@ -45,8 +43,6 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
         if name in SWEPT:
             new = replace(own, **{name: getattr(parse(more)[0], name)})
             more = []
-        elif problem := explain(unfold(more, flags.PARTS)[0], kinds):
-            raise ValueError(problem)
         q = question(new, [*words, *more])
         lines.append(report.line(f"{name} {text}", q.answer(), q, new.reserve_gib))
     return lines

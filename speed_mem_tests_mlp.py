@@ -27,7 +27,7 @@ import tyro
 
 from lab.sweeps import sweep
 from trainer import config as flags
-from trainer.distributed.spelling import flag
+from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import fail, grouped, markdown, ranks
 
 WARMUP = 3  # steps in no median, the compiling ones among them

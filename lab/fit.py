@@ -4,7 +4,7 @@
     ./launch.sh fit --model TINY --device cpu --memory-mib 900 --compile none --steps 4   # resident memory, on a CPU
     python plan.py --hf DIR --gpus 8 --batch 8 --seqlen 4096 --fit 1 4 8 16               # planned alone
 
-For each number of ranks and sequences of a micro-batch the planner's search says which --remat block:RATIO is the
+For each number of ranks and sequences of a micro-batch the planner's search says which --remat-ratio is the
 least that fits. On a GPU the same search begins there anew with runs of finetune.py, with simulated ranks and random
 weights: one row for each run, and one for each answer. A second call runs what has no row yet.
 
@@ -37,14 +37,14 @@ from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.costs import link
-from trainer.distributed.command_line import default, parse_beside
+from trainer.distributed.command_line import default, parse_known
 from trainer.distributed.terminal import fail, grouped, tell
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
 from trainer.logging import append_jsonl, check_writable, read_rows
 
 PROGRAM = str(sweep.ROOT / "finetune.py")
-SEARCHED = "--batch", "--remat", "--grad-accum"  # by this program
+SEARCHED = "--batch", "--remat", "--remat-ratio", "--grad-accum"  # by this program
 NOT_MEASURED = "--export", "--save", "--resume", "--prepared", "--preview", "--eval-every"
 IMPORTED = "import trainer.finetuning.run; from trainer.measuring.memory import memory_now; print(memory_now('cpu'))"
 
@@ -78,9 +78,7 @@ class Fit:
 
 def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
     """Its own flags, and finetune.py's as words. Ends the process with exit code 2 and one line for a bad one."""
-    own, words = parse_beside(
-        Fit, (config.Tuning, config.System, config.Output, Fit), argv, "./launch.sh fit", __doc__
-    )
+    own, words = parse_known(Fit, argv, "./launch.sh fit", __doc__)
     for name, values in (
         ("effective_batch", [own.effective_batch]),
         ("micro_batch", own.micro_batch),
@@ -193,7 +191,7 @@ def measured(own: Fit, words: list[str], cell: search.Cell, limit: float) -> dic
     tried: dict[float, dict] = {}
 
     def fits(ratio: float) -> bool | None:
-        remat = f"--remat block:{ratio:g}"
+        remat = f"--remat block --remat-ratio {ratio:g}"
         line = [*line_of(own, words, cell.ranks, cell.micro), *remat.split()]
         name = sweep.cell_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):

@@ -20,7 +20,7 @@ from trainer.distributed.terminal import ranks
 
 MOMENTS = {  # what is about to be called, for which time with a last argument that ends like this; flags
     "first item": (filesystem, "_write_item", 1, "", ""), "an item": (filesystem, "_write_item", 17, "", ""),
-    "an item in the background": (filesystem, "_write_item", 17, "", "--save-every=2:async"),
+    "an item in the background": (filesystem, "_write_item", 17, "", "--save-every=2 --save-async"),
     "train state": (saver, "write_json", 1, "", ""), "manifest": (saver, "write_manifest", 1, "", ""),
     "rename": (os, "rename", 1, r"/step-\d{8}", ""), "after rename": (saver, "sync", 1, "/after rename", ""),
     "second save": (saver, "write_manifest", 2, "", ""),

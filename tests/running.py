@@ -90,14 +90,18 @@ def torchrun(*argv, program=(ROOT / "main.py",)):
 
 
 def one_line(err):
-    """The error, which is all that was printed."""
+    """The message, which is all that was printed: an error of one line, or what tyro says, without its box."""
+    said = " ".join(re.sub("[\u2500-\u257f]|-{9,}", " ", err).split())
+    if re.search(r"For full helptext, (run|see) .+ --help$", said):
+        assert said.count("For full helptext") == 1 and "error: " not in said, err
+        return said
     lines = err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
 
 
 def fails(done, code, *words):
-    """The line with which a run ended, with this code, which is all that it said on stderr and holds these words."""
+    """The message with which a run ended, with this code, which is all that it said on stderr and holds these words."""
     line = one_line(done.err)
     assert done.code == code and all(word in line for word in words), (done.code, line, words)
     return line

@@ -23,7 +23,7 @@ from trainer.parallelize import build
 from trainer.step import COMPILE_MODES
 
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
-CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked:10",
+CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked --loss-chunk 10",
          "ddp --compile blocks"]  # fmt: skip
 ACCUMULATING = ["simple", *(f"{w} --accum-sync {s}" for w in ("fsdp2", "ddp") for s in ("every", "last"))]
 
@@ -64,9 +64,9 @@ def half_precision(mesh):
 
 LABELS = {
     "one batch": "--batch 6", "three": "--batch 2 --grad-accum 3", "last": "--batch 2 --grad-accum 3 --accum-sync last",
-    "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked:5",
-    "shards": "--batch 2 --grad-accum 3 --mode hybrid_shard:2 --accum-sync shards",
-    "shards, fsdp2": "--batch 2 --grad-accum 3 --mode hybrid_shard:2 --accum-sync shards --wrapper fsdp2",
+    "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked --loss-chunk 5",
+    "shards": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards",
+    "shards, fsdp2": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards --wrapper fsdp2",
     "fsdp2": "--batch 2 --grad-accum 3 --wrapper fsdp2", "ddp": "--batch 2 --grad-accum 3 --wrapper ddp",
 }  # fmt: skip
 

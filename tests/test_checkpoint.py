@@ -46,12 +46,12 @@ def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(sett
     argv = (SETTINGS | COMPILED)[setting].split() + "--warmup 2 --steps 10 --log-every 1".split()
     straight = tmp_path / "straight"
     cut = tmp_path / "cut"
-    how = ":async" * ("background" in setting)
-    whole = train(*argv, "--save", straight, "--save-every", f"0{how}")
-    trains(*argv, "--save", cut, "--save-every", f"5{how}")
+    argv += ["--save-async"] * ("background" in setting)
+    whole = train(*argv, "--save", straight)
+    trains(*argv, "--save", cut, "--save-every", 5)
     assert steps_in(cut) == [5, 10]
     shutil.rmtree(cut / "step-00000010")
-    resumed = train(*argv, "--save", cut, "--save-every", f"5{how}")
+    resumed = train(*argv, "--save", cut, "--save-every", 5)
     assert whole.code == resumed.code == 0, resumed.err
     assert "resuming after step 5" in resumed.out
     assert resumed.row["resumed_after"] == 5

@@ -113,7 +113,7 @@ def save_beside_training(mesh):
     write = saver._write
     folder = f"{os.environ['CHECKPOINTS']}/async"
     opened = threading.Event()
-    c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-every", "0:async")
+    c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-async")
     check_directory(folder)
     start_of(c, step, batches)
     step(*next(batches))

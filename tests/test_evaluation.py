@@ -30,7 +30,7 @@ from trainer.measuring import memory
 pytestmark = pytest.mark.usefixtures("isolated", "one_thread")
 
 T = 16
-EVERY_2 = "--eval-every 2:3 --log-every 1".split()
+EVERY_2 = "--eval-every 2 --eval-batches 3 --log-every 1".split()
 
 
 def batches(source, **changes):
@@ -167,7 +167,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
             self.finish = lambda: None
 
     monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
-    once = train("--eval-every", "1000:3", *EVERY_2[2:], "--steps", 7)
+    once = train("--eval-every", "1000", "--eval-batches", "3", *EVERY_2[2:], "--steps", 7)
     done = train(*EVERY_2, "--steps", 7, "--wandb", "offline")
     assert once.code == done.code == 0
     assert done.err == ""
@@ -209,7 +209,7 @@ def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, trains, t
 @pytest.mark.parametrize(("flags", "message"), [
     ("", "--steps 0: trains nothing; add --eval-every 1 to evaluate, or give steps"),
     ("--eval-every 1 --save runs/a", "--steps 0: not with --save runs/a: evaluates alone: nothing is saved"),
-    ("--eval-every 1 --profile memory", "--steps 0: not with --profile memory: evaluates alone: "),
+    ("--eval-every 1 --explain-memory", "--steps 0: not with --explain-memory: evaluates alone: "),
 ])  # fmt: skip
 def test_zero_steps_without_anything_to_evaluate_are_refused(train, flags, message):
     fails(train("--steps", 0, *flags.split()), 2, message)
@@ -266,8 +266,8 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tr
     losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
     monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
     folder = tmp_path / "run"
-    argv = "--save", folder, "--keep", "1:best", "--eval-every", 1
-    first = trains(*argv, "--save-every", "2:async", "--steps", 4)
+    argv = "--save", folder, "--keep", "1", "--keep-best", "--eval-every", 1
+    first = trains(*argv, "--save-every", "2", "--save-async", "--steps", 4)
     assert (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
     assert steps_in(folder) == [2, 4]
     assert "best 3.0000, after step 2" in first.out
@@ -280,11 +280,11 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tr
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    ("--eval-every 1", "needs --save DIR"), ("--save run", "best needs --eval-every, and --save-every without warn"),
-    ("--save run --eval-every 1 --save-every 0:warn", "best needs --eval-every, and --save-every without warn"),
+    ("--eval-every 1", "needs --save DIR"), ("--save run", "needs --eval-every, and --save-errors stop"),
+    ("--save run --eval-every 1 --save-errors warn", "needs --eval-every, and --save-errors stop"),
 ])  # fmt: skip
 def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
-    assert fails(train("--keep", "3:best", *argv.split()), 2) == f"error: --keep 3:best: {told}"
+    assert fails(train("--keep-best", *argv.split()), 2) == f"error: --keep-best: {told}"
 
 
 def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
@@ -296,7 +296,7 @@ def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
     trains(*argv, "--eval-every", 2)
     refused = train(*argv, "--steps", 8)
     fails(refused, 4, "held-out data yes (now no)")
-    other = trains(*argv, "--steps", 8, "--eval-every", "1:2")
+    other = trains(*argv, "--steps", 8, "--eval-every", "1", "--eval-batches", "2")
     assert "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
 
 

@@ -362,7 +362,7 @@ def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_pat
     folder, results = two_ranks
     fine(run(folder / "run", tmp_path / "out.safetensors"))
     assert_bitwise(load_file(tmp_path / "out.safetensors"), load_file(folder / "1/out.safetensors"))
-    for argv in ("", "--mode replicate", "--mode hybrid_shard:1", "--wrapper none", "--wrapper fsdp2"):
+    for argv in ("", "--mode replicate", "--mode hybrid_shard --replicas 1", "--wrapper none", "--wrapper fsdp2"):
         for form in FORMS.values():
             model = model_of("--vocab", "257", *argv.split())
             weights.load_weights(f"{folder}/0/{form}", model)

@@ -105,7 +105,7 @@ def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path):
     verify(str(tmp_path / "run/step-00000002"))
 
 
-@pytest.mark.parametrize("argv", ["", "--save-every 0:async", "--save-every 0:async:warn"])
+@pytest.mark.parametrize("argv", ["", "--save-async", "--save-async --save-errors warn"])
 def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train):
     fails(train("--save", "run", *argv.split(), fault="0:3:data:term,0:3:write:enospc"), 4, "No space left on device")
     assert steps_in("run") == []
@@ -121,7 +121,7 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, monke
 
     monkeypatch.setattr("trainer.run.Control", several)
     monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
-    argv = "--save", "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
+    argv = "--save", "run", "--save-every", "2", "--save-async", "--steps", 4, "--log-every", 1
     done = train(*argv, "--grad-accum", 2, fault="0:2:write:enospc")
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
@@ -133,7 +133,7 @@ def test_each_save_has_its_own_time(trains, monkeypatch):
     wait = saver.wait
     monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
     monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
-    trains("--save", "run", "--save-every", "5:async")
+    trains("--save", "run", "--save-every", "5", "--save-async")
     assert order[-5:] == ["save", "wait", "save", "wait", "save"]
 
 
@@ -239,7 +239,7 @@ def test_a_fault_that_is_not_planted_does_not_happen_and_one_that_is_leaves_noth
     happened = []
     before = Batches.__next__, Run.training
     monkeypatch.setattr(planted, "_happen", happened.append)
-    plain = train("--log-every", 1, FAULT="0:3:forward:kill")  # no variable plants one
+    plain = train("--log-every", 1, fault="0:3:forward:kill")  # no variable plants one
     assert happened == []
     faulty = train("--log-every", 1, fault="0:3:forward:kill,*:4:data:stop")
     assert happened == ["kill", "stop"]

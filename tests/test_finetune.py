@@ -303,7 +303,8 @@ def test_a_graph_of_a_whole_step_is_refused_where_positions_branch_on_values(tun
 
 
 @pytest.mark.parametrize(("kind", "more"), [
-    ("qwen3", ("--compile", "fwdbwd", "--remat", "block:0.5")), ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
+    ("qwen3", ("--compile", "fwdbwd", "--remat", "block", "--remat-ratio", "0.5")),
+    ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
 ])  # fmt: skip
 def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradients_of_separate_ones(
         kind, more, tune, tmp_path):  # fmt: skip
@@ -325,7 +326,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
 
 def test_recomputed_blocks_and_the_chunked_loss_change_nothing(tune):
     plain = tune("--steps", 2, "--log-every", 1)
-    for more in (["--remat", "block:0.5"], ["--remat", "block", "--loss", "chunked:32"]):
+    for more in ("--remat block --remat-ratio 0.5".split(), "--remat block --loss chunked --loss-chunk 32".split()):
         other = tune("--steps", 2, "--log-every", 1, *more)
         assert losses(other) == pytest.approx(losses(plain), abs=2e-6)
 

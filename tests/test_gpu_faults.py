@@ -10,9 +10,9 @@ SMALL = "--device cuda --depth 2 --width 256 --head-dim 64 --seqlen 256 --vocab 
 
 
 @pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
-@pytest.mark.parametrize("how", ["0", "0:async"])
+@pytest.mark.parametrize("how", [[], ["--save-async"]])
 def test_ten_steps_are_five_and_five_bit_for_bit(compile, how, train):
-    argv = [*SMALL, "--compile", compile, "--deterministic", "--log-every", 1, "--save-every", how, "--save"]
+    argv = [*SMALL, "--compile", compile, "--deterministic", "--log-every", 1, *how, "--save"]
     stopped = train(*argv, "run", fault="0:5:update:term")
     assert stopped.code == 143
     assert steps_in("run") == [5]

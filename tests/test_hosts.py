@@ -60,7 +60,7 @@ def losses(text):
 
 
 def test_two_hosts_train_to_the_losses_of_one(apart, tmp_path):
-    modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard:2")
+    modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard --replicas 2")
     found = {}
     now = [float(host.run("date", "+%s")) for host in apart]
     assert abs(now[1] - now[0] - AHEAD_S) < 60, now

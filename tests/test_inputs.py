@@ -29,7 +29,7 @@ from trainer import data
 from trainer.config import Output, System, Training
 from trainer.data import Batches
 from trainer.distributed import terminal
-from trainer.distributed.spelling import flag
+from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import ranks
 from trainer.measuring import memory
 
@@ -147,12 +147,12 @@ def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, n
 def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
     bounded = {name for name, kind in kinds.items() if kind in (int, int | None)} - {"seed", "verbose"}
-    assert {"depth", "steps", "chunk", "mlp_chunk", "keep"} < bounded
+    assert {"depth", "steps", "loss_chunk", "mlp_chunk", "keep"} < bounded
     for name in [*sorted(bounded), "min_shard_mib", "timeout"]:
         words = [flag(name), str(2**31)]
-        if known := flags.PARTS.get(name):
-            carrier = known.carriers.split("|")[0].replace("VALUE", "5")
-            words = flags.command({known.part.of: carrier, name: 2**31})
+        if name in flags.BESIDE:
+            other, values = flags.BESIDE[name]
+            words += [flag(other), values[0]]
         err = refused(words, capfd)
         assert words[0] in err and f"{2**31}" in err.replace(".0", "") and "must be below 2**31" in err, name
     assert "--lr 1e+38: must be a positive number below 1e38" in refused(["--lr", "1e38"], capfd)
@@ -164,7 +164,7 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     ("--width 100", 1, "--width 100: must be a multiple of --head-dim (32|128)"),  # on neither
     ("--width 100 --device cpu", 1, "--width 100: must be a multiple of --head-dim 32"),
     ("--width 100 --head-dim 24", 1, "--width 100: must be a multiple of --head-dim 24"),
-    ("--mode hybrid_shard", 3, "--mode hybrid_shard: its 2 replicas must divide the 3 ranks; .*"),
+    ("--mode hybrid_shard", 3, "--replicas 2: must divide the 3 ranks"),
     ("--wrapper none --param-dtype fp32", 2, "--wrapper none: works on one rank, this is 2, .*"),
 ])  # fmt: skip
 def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capfd):
@@ -208,7 +208,7 @@ def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_s
     path = planted(tmp_path / "a.bin", [7] * 60_000)
     rows = tmp_path / "rows.jsonl"
     argv = [*TINY, "--data", f"bin:{path}", "--steps", 1_000_000, "--log-every", 1, "--save", tmp_path / "run"]
-    evaluated = ["--eval-every", "1:3"] if cut is None else []
+    evaluated = ["--eval-every", "1", "--eval-batches", "3"] if cut is None else []
     job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log", ANSWER_S="5")
     until = time.monotonic() + 100
     while not (begun := [*tmp_path.glob("rows.steps/*.jsonl")]) and time.monotonic() < until and not job.ended():

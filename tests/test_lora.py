@@ -138,7 +138,7 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
 
 
 def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tune, qwen, tmp_path, capfd):
-    usual = *LORA, "--lr", 1e-2, "--steps", 8, "--eval-every", 4, "--log-every", 1, "--remat", "block:0.5"
+    usual = *LORA, *"--lr 1e-2 --steps 8 --eval-every 4 --log-every 1 --remat block --remat-ratio 0.5".split()
     whole = fine(tune(*usual, "--save", "a", "--save-every", 4, "--export", "out"))
     assert "LoRA of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: 3'712 p" in whole.out
     assert "28'448 are frozen in bfloat16" in whole.out and "0.149 MFLOP per token" in whole.out

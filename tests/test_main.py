@@ -98,9 +98,9 @@ def test_schedules_other_than_the_cosine():
 
 def test_the_optimizers_flags_reach_it(train, trains):
     plain = train("--log-every", 1)
-    same = train(*"--weight-decay 0.1 --optimizer adamw:beta1=0.9:beta2=0.95 --schedule cosine --log-every 1".split())
+    same = train(*"--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --schedule cosine --log-every 1".split())
     assert plain.losses == same.losses
-    for argv in ("--weight-decay 0", "--optimizer adamw:beta1=0.5", "--optimizer adamw:beta2=0.5",
+    for argv in ("--weight-decay 0", "--adam-beta1 0.5", "--adam-beta2 0.5",
                   "--schedule constant --warmup 0"):
         other = trains(*argv.split(), "--log-every", 1, "--steps", 6)
         assert other.losses[-1] != plain.losses[-1], argv
@@ -141,11 +141,11 @@ def test_a_change_is_found_where_the_head_of_main_py_says(compile, train, monkey
 
 SYSTEM = {  # flags that must not change the loss: values, relative tolerance over six steps
     "wrapper none": ("--wrapper none", 0), "replicate": ("--mode replicate", 0),
-    "hybrid": ("--mode hybrid_shard:1", 0), "no reshard": ("--no-reshard", 0),
+    "hybrid": ("--mode hybrid_shard --replicas 1", 0), "no reshard": ("--no-reshard", 0),
     "keep last": ("--keep-last", 0), "min shard": ("--min-shard-mib 0.001", 0),
     "mlp": ("--remat mlp", 0), "attn": ("--remat attn", 0),
     "both": ("--remat both", 0), "block": ("--remat block", 0), "pointwise": ("--remat pointwise", 0),
-    "half": ("--depth 2 --remat block:0.5", 0), "chunked": ("--loss chunked:7", 1e-6),
+    "half": ("--depth 2 --remat block --remat-ratio 0.5", 0), "chunked": ("--loss chunked --loss-chunk 7", 1e-6),
     "flash": ("--attn flash", 0), "math": ("--attn math --remat block", 1e-5),
 }  # fmt: skip
 
@@ -246,7 +246,7 @@ def test_debug_shows_the_traceback(train):
     assert done.row["outcome"] == told
 
 
-@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard:2"])
+@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
 def test_a_simulated_world_trains_and_its_row_says_so(how, train, trains):
     done = trains("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
     assert done.row["outcome"] == "ok", done.err
@@ -321,7 +321,7 @@ def two_ranks(tmp_path_factory):
     err = folder / "err"
     results = folder / "deep" / "rows.jsonl"
     argv = [*TINY, "--keep-last", "--log-every", 1, "--results", results]
-    argv += ["--wandb", "offline:g:tags=a,b"]
+    argv += ["--wandb", "offline", "--wandb-group", "g", "--wandb-tags", "a", "b"]
     assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
     return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 
@@ -358,7 +358,7 @@ def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
                     mfu_palm=None, hfu=None)  # fmt: skip
     assert {key: row[key] for key in settings} == settings
     given = dict(depth=1, width=32, head_dim=16, grouping=2, seqlen=16, steps=6, batch=2, compile="none",
-                 wandb="offline", group="g", tags=["a", "b"])  # fmt: skip
+                 wandb="offline", wandb_group="g", wandb_tags=["a", "b"])  # fmt: skip
     assert {name: row["flags"][name] for name in given} == given
     assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row["flags"].keys()
     assert re.fullmatch("[0-9a-f]{40}", row["commit"])

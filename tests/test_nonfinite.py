@@ -221,7 +221,7 @@ def nan_on_rank_1(mesh):
     return {argv: refused(argv, NAN, world=2, on=1) for argv in RANKS}
 
 
-APART = {"--clip 0.1": (0.5, 0.6), "--nonfinite stop:limit=1": (0.9, 1.1), "": (1.0, NAN), "--clip 0": (NAN, 1.0)}
+APART = {"--clip 0.1": (0.5, 0.6), "--norm-limit 1": (0.9, 1.1), "": (1.0, NAN), "--clip 0": (NAN, 1.0)}
 
 
 def norms_apart(mesh):
@@ -293,7 +293,7 @@ def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoi
 
 def test_skip_leaves_the_update_out_says_so_counts_it_and_goes_on(train, tmp_path, monkeypatch):
     planted(monkeypatch, {3, 5})
-    done = train("--log-every", 1, "--nonfinite", "skip:1", "--save", tmp_path, "--save-every", 1,
+    done = train("--log-every", 1, "--nonfinite", "skip", "--save", tmp_path, "--save-every", 1,
                  "--keep", 9)  # fmt: skip
     assert (done.code, done.err, done.row["skipped"], done.row["outcome"]) == (0, "", 2, "ok")
     told = [line for line in done.out.splitlines() if "left out" in line]
@@ -309,13 +309,13 @@ def test_skip_leaves_the_update_out_says_so_counts_it_and_goes_on(train, tmp_pat
     assert steps[4]["t"] == 3
 
 
-def test_more_in_a_row_than_max_skips_exit_5(train, monkeypatch):
+def test_more_than_three_in_a_row_exit_5(train, monkeypatch):
     planted(monkeypatch, {1, 3, 4, 5, 6})
-    done = train("--nonfinite", "skip:2")
-    assert done.row["skipped"] == 4
-    assert done.out.count("left out on all ranks") == 3
-    fails(done, 5, "step 5: not finite", "3 updates in a row left out",
-          "more than the 2 of --nonfinite skip:2; lower --lr 0.003")
+    done = train("--nonfinite", "skip")
+    assert done.row["skipped"] == 5
+    assert done.out.count("left out on all ranks") == 4
+    fails(done, 5, "step 6: not finite", "4 updates in a row left out",
+          "more than the 3 of --nonfinite skip; lower --lr 0.003")
 
 
 @pytest.mark.parametrize(("argv", "step"), [("", 2), ("--nonfinite skip", 5)])
@@ -330,13 +330,13 @@ def test_only_rank_0_tells(train):
 
 def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, trains, monkeypatch):
     planted(monkeypatch, {3}, 1000.0)
-    stop = train("--nonfinite", "stop:limit=50")
-    told = "step 3: gradient norm above --nonfinite stop:limit=50.0 (loss 5"
+    stop = train("--nonfinite", "stop", "--norm-limit", "50")
+    told = "step 3: gradient norm above --norm-limit 50.0 (loss 5"
     fails(stop, 5, told)
     planted(monkeypatch, {3}, 1000.0)
-    skip = trains("--nonfinite", "skip:limit=50", "--log-every", 1)
+    skip = trains("--nonfinite", "skip", "--norm-limit", "50", "--log-every", 1)
     assert skip.row["skipped"] == 1 and skip.steps[2]["loss"] > 5000
-    assert train("--nonfinite", "stop:limit=50").row["skipped"] == 0
+    assert train("--nonfinite", "stop", "--norm-limit", "50").row["skipped"] == 0
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late,
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    ("", ["12"]), ("--nonfinite stop:warn=0", []), ("--nonfinite stop:warn=1e4", []),
+    ("", ["12"]), ("--norm-spike 0", []), ("--norm-spike 1e4", []),
 ])  # fmt: skip
 def test_a_spike_of_the_norm_is_told_and_trained_on(argv, told, trains, monkeypatch):
     planted(monkeypatch, {12}, 1000.0)
@@ -407,7 +407,7 @@ def test_on_cuda_a_step_is_read_once_the_next_is_launched_or_when_asked(monkeypa
 
 
 def test_a_spike_is_one_against_the_last_hundred_good_steps(capsys):
-    check = checking("--nonfinite skip:limit=500")
+    check = checking("--nonfinite skip --norm-limit 500")
     for k in range(SETTLED - 1):
         check.put(k, *numbers(100.0 if k == 5 else 1.0))
     for k in range(WINDOW + 10):
@@ -430,5 +430,5 @@ def test_the_batch_of_overfit_is_always_the_first():
 
 
 def test_what_fits_is_accepted():
-    for argv in ("--nonfinite skip:5:limit=2:warn=0", "--nonfinite stop:limit=0:warn=3"):
+    for argv in ("--nonfinite skip --norm-limit 2 --norm-spike 0", "--nonfinite stop --norm-limit 0 --norm-spike 3"):
         resolved(argv)

@@ -1,4 +1,4 @@
-"""--save-every N:async:warn: what is saved is what was there at the call, and no error of a save is lost.
+"""--save-async and --save-errors: what is saved is what was there at the call, and no error of a save is lost.
 
     pytest tests/test_save_async.py        # no GPU; seconds; two ranks: tests/test_checkpoint_ranks.py
 """
@@ -32,7 +32,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 @pytest.fixture
 def run(alone, tmp_path):
     """A run that saves in the background, after one step; `step()` makes one more."""
-    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", "run", "--save-every", "0:async")
+    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", "run", "--save-async")
     (tmp_path / "run").mkdir()
     with Saver(c, step, batches) as s:
         run = SimpleNamespace(saver=s, folder=tmp_path / "run", step=lambda: step(*next(batches)))
@@ -79,8 +79,8 @@ def failing(monkeypatch, *names):
 
 def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train, tmp_path):
     argv = "--steps", 6, "--log-every", 1
-    sync, background = (train(*argv, "--save", tmp_path / name, "--save-every", every) for name, every in
-                        (("sync", "2"), ("async", "2:async")))  # fmt: skip
+    sync = train(*argv, "--save", tmp_path / "sync", "--save-every", 2)
+    background = train(*argv, "--save", tmp_path / "async", "--save-every", 2, "--save-async")
     assert sync.code == background.code == 0
     assert steps_in("async") == [2, 4, 6]
     assert sync.losses == background.losses
@@ -91,8 +91,7 @@ def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train,
         one, two = map(state_of, (a, b))
         assert one.pop("run") != two.pop("run")
         assert one == two
-    resumed = train(*argv, "--resume", "async/step-00000002", "--save", "on", "--save-every",
-                    "2:async")  # fmt: skip
+    resumed = train(*argv, "--resume", "async/step-00000002", "--save", "on", "--save-every", 2, "--save-async")
     assert resumed.losses == sync.losses[2:]
     assert_bitwise(contents("sync/step-00000006"), contents("on/step-00000006"))
 
@@ -148,7 +147,7 @@ def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(alon
     mesh = DeviceMesh("cuda", [0], _init_backend=False)
     shard = torch.empty(5, 3, device="meta")  # stands in for one on a GPU
     state = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=(5, 3), stride=(3, 1))}
-    c, step, batches = made(1, "--batch", 4, "--save", tmp_path, "--save-every", "0:async")
+    c, step, batches = made(1, "--batch", 4, "--save", tmp_path, "--save-async")
     monkeypatch.setattr(saver, "tensors", lambda _: state)
     with Saver(c, step, batches) as s:
         staged = s.staged["w"]
@@ -228,21 +227,21 @@ def test_an_interrupted_wait_does_not_lose_the_error(run, gate, monkeypatch):
         run.saver.close()
 
 
-MODES = ["", ":async"]
+MODES = [[], ["--save-async"]]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("k", "errors", "left"), [
-    (4, "", [2]), (4, ":warn", [2, 6]), (6, ":warn", [2, 4]),
+    (4, "stop", [2]), (4, "warn", [2, 6]), (6, "warn", [2, 4]),
 ])  # fmt: skip
 def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_do(
     k, errors, left, mode, train, tmp_path, monkeypatch
 ):
     failing(monkeypatch, f"step-0000000{k}")
-    done = train("--save", tmp_path / "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
+    done = train("--save", tmp_path / "run", "--save-every", 2, *mode, "--save-errors", errors, "--log-every", 1)
     assert steps_in("run") == left
     assert len([*(tmp_path / "run").iterdir()]) == len(left)
-    if errors and k < 6:
+    if errors == "warn" and k < 6:
         assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
         step = tmp_path / f"run/step-0000000{k}"
         assert done.err.splitlines() == [f"warning: step {k} was not saved: {step}: OSError: {FULL}"]
@@ -253,8 +252,8 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
 
 def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(train, monkeypatch):
     failing(monkeypatch, "step-00000001")
-    argv = "--lr", "1e20", "--log-every", 1, "--save-every", "1:async"
-    done = train("--save", "run", *argv[:-1], "1:async:warn")
+    argv = "--lr", "1e20", "--log-every", 1, "--save-every", "1", "--save-async"
+    done = train("--save", "run", *argv, "--save-errors", "warn")
     told, error = done.err.splitlines()
     assert done.code == 5 and told.startswith("warning: step 1 was not saved: ") and error.startswith("error: ")
     monkeypatch.setattr(Saver, "failed", lambda _: False)  # nobody learns of it before the run ends
@@ -263,7 +262,7 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
 
 
 def test_a_fault_planted_in_the_last_save_in_the_background_happens(train):
-    fails(train("--save", "run", "--save-every", "0:async", fault="0:6:commit:enospc"), 4, "No space left on device")
+    fails(train("--save", "run", "--save-async", fault="0:6:commit:enospc"), 4, "No space left on device")
     assert steps_in("run") == []
 
 
@@ -279,7 +278,7 @@ def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, tra
         told.append((pinned, {name: local(t).cpu() for name, t in state.items()}))
 
     monkeypatch.setattr(Saver, "_stage", recorded)
-    argv = "--device", "cuda", "--save-every", "2:async", "--wrapper", wrapper
+    argv = "--device", "cuda", "--save-every", "2", "--save-async", "--wrapper", wrapper
     trains(*argv, "--save", "run")
     for k, (pinned, state) in zip((2, 4, 6), told, strict=True):
         assert all(pinned)

@@ -287,7 +287,7 @@ def test_on_cuda_the_highest_peak_is_that_of_the_allocator(mode):
 
 @pytest.mark.parametrize(("steps", "counted"), [(6, 2), (2, 0)])
 def test_main_explains_one_step_that_no_statistic_covers(trains, steps, counted):
-    done = trains(*SMALL.split(), "--steps", steps, "--profile", "memory", "--batch", 64)
+    done = trains(*SMALL.split(), "--steps", steps, "--explain-memory", "--batch", 64)
     assert done.row["n"] == counted and done.row["flags"]["explain_memory"] is True
     text = done.out.splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith(f"peaks of memory in step {min(4, steps)}, MiB"))

@@ -113,6 +113,6 @@ def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, str]:
     if c.attn == "flex":
         return "default", "flex"
     # Graphs can be compiled for a device that is absent.
-    if device.type != c.device and c.sdpa != "auto":
-        return c.sdpa, f"sdpa {c.sdpa}"
-    return sdpa(c.sdpa, shape_of(c), device)
+    if device.type != c.device and c.attn != "auto":
+        return c.attn, f"sdpa {c.attn}"
+    return sdpa(c.attn, shape_of(c), device)

@@ -12,16 +12,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from tyro.conf import OmitArgPrefixes, Suppress, UseCounterAction, arg
+from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
 from trainer.distributed.command_line import as_given, default, without_user
-from trainer.distributed.spelling import Part, Parts, folded, parts_of, shown
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
-One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""
+
+    python main.py                                                      # one rank, a small model on a CPU
+    torchrun --nproc-per-node 8 main.py --depth 8 --compile fwdbwd      # eight GPUs
+    torchrun --nproc-per-node 8 main.py --data bin:tokens/*.bin --batch 4 --effective-batch 256 --steps 5000 \\
+        --remat block --loss chunked --save runs/a --save-every 500
+
+The flags that most runs give:
+    --depth --width --seqlen        size of the model, tokens per sequence
+    --batch --effective-batch       sequences per rank, and of an optimizer step on all ranks
+    --data --steps --lr             what to train on, how long, how fast
+    --remat                         less memory: backward computes activations again
+    --save                          checkpoints, from which the same command resumes
+"""
+MICRO_BATCH = arg(aliases=["--micro-batch"])  # another name of --batch
 KERNELS = "auto", "cudnn", "flash", "efficient", "math"  # of torch's scaled_dot_product_attention
 DEFAULTS = dict(  # the reference setting on a GPU, a small one on a CPU
     cuda=dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
@@ -62,8 +74,8 @@ class Optimization:
 
     seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
     """Tokens per sequence."""
-    batch: Annotated[int | None, _by_device("batch", "INT")] = None
-    """Sequences per rank and micro-batch (or --micro-batch)."""
+    batch: Annotated[int | None, _by_device("batch", "INT"), MICRO_BATCH] = None
+    """Sequences per rank and micro-batch."""
     grad_accum: Annotated[int | None, default("1, or as --effective-batch needs")] = None
     """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
     effective_batch: Annotated[int | None, default("ranks x batch x grad-accum")] = None
@@ -73,9 +85,9 @@ class Optimization:
     uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
     eval_every: int = 0
     """Steps between evaluations, each eager and in no step's time; one follows the last step. 0: none, all data trains.
-    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same. 50:4
-    evaluates 4 batches (or all that is held out, if that is less), the same each time; without, 8."""
-    eval_batches: Annotated[int, Suppress, Part("eval_every", "[1-9].*")] = 8
+    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same."""
+    eval_batches: int = 8
+    """Batches of an evaluation, the same each time, or all that is held out if that is less."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
     """Optimizer steps. 0: train nothing, but evaluate --init or --resume; needs --eval-every."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
@@ -91,12 +103,12 @@ class Optimization:
     """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite updates nothing. stop: end with exit code 5; the last checkpoint
-    is good. skip: go on with the next batch; after 3 such steps in a row, skip:5 after 5, one more ends the run (a
-    resumed run counts from 0). stop:limit=X also does so with a gradient norm above X, before clipping. stop:warn=10
-    prints a line for a norm above 10 times the mean of the last 100, as is the default; warn=0 none."""
-    max_skips: Annotated[int, Suppress, Part("nonfinite", "skip")] = 3
-    norm_limit: Annotated[float, Suppress, Part("nonfinite", "stop|skip", "limit=")] = 0.0
-    spike: Annotated[float, Suppress, Part("nonfinite", "stop|skip", "warn=")] = 10.0
+    is good. skip: go on with the next batch; after 3 such steps in a row one more ends the run (a resumed run counts
+    from 0)."""
+    norm_limit: float = 0.0
+    """A gradient norm above this, before clipping, is taken for one that is not finite. 0: no limit."""
+    norm_spike: float = 10.0
+    """Print a line for a gradient norm above this many times the mean of the last 100. 0: none."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     init: str | None = None
@@ -108,20 +120,19 @@ class Optimization:
     """Dtype in which gradients are reduced over ranks."""
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of Adam's two moments, and of Muon's momentum."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+    adam_beta2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or adamw:beta1=0.9:beta2=0.95, the decay of Adam's two means. muon: that of muon.py for the matrices in
-    blocks; AdamW, with the same betas, updates embedding, head and vectors. muon:lr=X: its peak learning rate, which
-    follows the schedule of --lr (default: that of --lr). :adjust=match_rms_adamw multiplies it for a matrix [m, n] by
-    0.2 sqrt(max(m, n)), which makes updates about as large as AdamW's, :adjust=original by sqrt(max(1, m / n)).
-    :momentum=0.95, the decay of its mean of gradients. :steps=5, of Newton-Schulz, computed and sent in :dtype=bf16."""
-    beta1: Annotated[float, Suppress, Part("optimizer", "adamw|muon", "beta1=")] = 0.9
-    beta2: Annotated[float, Suppress, Part("optimizer", "adamw|muon", "beta2=")] = 0.95
-    muon_lr: Annotated[float | None, Suppress, Part("optimizer", "muon", "lr=")] = None
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], Suppress,
-                              Part("optimizer", "muon", "adjust=")] = "match_rms_adamw"
-    muon_momentum: Annotated[float, Suppress, Part("optimizer", "muon", "momentum=")] = 0.95
-    muon_steps: Annotated[int, Suppress, Part("optimizer", "muon", "steps=")] = 5
-    muon_dtype: Annotated[Literal["fp32", "bf16"], Suppress, Part("optimizer", "muon", "dtype=")] = "bf16"
+    """muon: that of muon.py for the matrices in blocks; AdamW updates embedding, head and vectors."""
+    muon_lr: Annotated[float | None, default("that of --lr", "FLOAT")] = None
+    """Peak learning rate of Muon, which follows the schedule of --lr."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The factor of --muon-lr for a matrix [m, n]. match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates about as
+    large as AdamW's. original: sqrt(max(1, m / n))."""
+    muon_dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype in which Muon's iteration is computed and sent."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +158,9 @@ class System:
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
     mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
     """replicate: each rank holds the whole model (DDP). fully_shard: each rank holds a part of it (ZeRO-3).
-    hybrid_shard:4: ranks form 4 groups (default: 2); the model is sharded within a group and replicated across
-    groups. Their number must divide that of the ranks."""
-    replicas: Annotated[int, Suppress, Part("mode", "hybrid_shard")] = 2
+    hybrid_shard: ranks form --replicas groups; the model is sharded within a group and replicated across groups."""
+    replicas: int = 2
+    """Groups of --mode hybrid_shard. Must divide the number of ranks."""
     reshard: bool = True
     """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
     keep_last: bool = False
@@ -177,30 +188,32 @@ class System:
     deterministic: bool = False
     """Get the same bits each time the same command runs or resumes. Without it the order of some sums varies: of the
     embedding's gradient in compiled code on several CPU threads or a GPU, and of attention's gradient on a GPU."""
-    attn: Annotated[Literal[*KERNELS, "flex", "sdpa"], default("auto", "|".join((*KERNELS, "flex")))] = "sdpa"
+    attn: Literal[*KERNELS, "flex"] = "auto"
     """Kernel of attention; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again. flex:
     compiled FlexAttention, which needs CUDA to train; with --compile-options max_autotune=True torch times its block
     sizes, and those of matrix products, and takes the fastest."""
-    sdpa: Annotated[Literal[*KERNELS], Suppress, Part("attn", "sdpa|auto", whole=True)] = "auto"
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
-    """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
-    them. block: whole blocks. pointwise: all but matrix products. both:0.5: in that fraction of the blocks, evenly
-    spread. The output of attention is kept; block:core computes attention again, too: less memory, more time.
-    both:keep-norm keeps the output of the norm before a recomputed branch, as the published run."""
-    remat_ratio: Annotated[float, Suppress, Part("remat", "mlp|attn|both|block|pointwise")] = 1.0
-    remat_core: Annotated[bool, Suppress, Part("remat", "attn|both|block", "core")] = False
-    remat_norm: Annotated[bool, Suppress, Part("remat", "mlp|attn|both", "keep-norm", False)] = True
+    """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch, but for attention's
+    output, which is kept. both: the two of them. block: whole blocks, but for attention's output. pointwise: all but
+    matrix products."""
+    remat_ratio: float = 1.0
+    """Fraction of the blocks in which --remat computes again, evenly spread."""
+    remat_core: bool = False
+    """With --remat attn, both or block: compute attention again, too. Less memory, more time."""
+    remat_norm: bool = True
+    """With --remat mlp, attn or both: compute the norm before the branch again, too. The published run keeps its
+    output."""
     mlp: Literal["plain", "lean"] = "plain"
     """plain: norm, two products and an activation. lean: all of it as one operation that keeps only its input and
-    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three.
-    lean:4096: by so many tokens at a time; the gradients of several chunks are summed in fp32."""
-    mlp_chunk: Annotated[int, Suppress, Part("mlp", "lean")] = 0
+    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three."""
+    mlp_chunk: int = 0
+    """Tokens that --mlp lean computes at a time; the gradients of several chunks are summed in fp32. 0: all."""
     loss: Literal["full", "chunked"] = "full"
-    """full: all logits at once. chunked: output layer and cross-entropy by chunks of 2048 tokens, chunked:512 of 512;
-    never all the logits."""
-    chunk: Annotated[int, Suppress, Part("loss", "chunked")] = 2048
+    """full: all logits at once. chunked: output layer and cross-entropy by chunks of tokens; never all the logits."""
+    loss_chunk: int = 2048
+    """Tokens of a chunk of --loss chunked."""
 
 
 @dataclass(frozen=True)
@@ -214,33 +227,35 @@ class Output:
     save: str | None = None
     """Directory for checkpoints; each run needs its own. The last step is always saved."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only after the last step. 100:async stops training only to copy the state to host
-    memory (a buffer of its size); a thread then writes it. 100:warn: if saving fails, print a line and go on instead
-    of ending the run; only the last step must be saved."""
-    save_async: Annotated[bool, Suppress, Part("save_every", ".+", "async")] = False
-    save_errors: Annotated[Literal["stop", "warn"], Suppress, Part("save_every", ".+", "warn", "warn")] = "stop"
+    """Steps between checkpoints; 0: only after the last step."""
+    save_async: bool = False
+    """Stop training only to copy the state to host memory (a buffer of its size); a thread then writes it."""
+    save_errors: Literal["stop", "warn"] = "stop"
+    """What to do if saving fails. stop: end the run with exit code 4. warn: print a line and go on; only the last step
+    must be saved."""
     keep: int = 3
-    """Number of checkpoints to keep. Older ones are removed. 3:best: also save after an evaluation with a lower loss
-    than any before, and keep that step until another is better."""
-    keep_best: Annotated[bool, Suppress, Part("keep", ".+", "best")] = False
+    """Number of checkpoints to keep. Older ones are removed."""
+    keep_best: bool = False
+    """Also save after an evaluation with a lower loss than any before, and keep that step until another is better."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
     directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
     timeout: float = 600.0
-    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit. Until
-    the first step, which compiles, is done: 3600 seconds; 600:7200: 7200."""
-    first_timeout: Annotated[float, Suppress, Part("timeout", ".+")] = 3600.0
+    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit."""
+    timeout_first: float = 3600.0
+    """The same until the first step, which compiles, is done. 0: no limit."""
     cast: bool = False
     """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Log to Weights & Biases as well, online:NAME in the group NAME, online:tags=a,b with tags. It never ends a run;
-    the JSONL files are the record."""
-    group: Annotated[str | None, Suppress, Part("wandb", "offline|online")] = None
-    tags: Annotated[tuple[str, ...], Suppress, Part("wandb", "offline|online", "tags=")] = ()
+    """Log to Weights & Biases as well. It never ends a run; the JSONL files are the record."""
+    wandb_group: str | None = None
+    """Group of the run in Weights & Biases."""
+    wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG ...")] = ()
+    """Tags of the run in Weights & Biases."""
     profile: str | None = None
-    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic. The
-    word memory instead: print, and draw beside the steps, what memory holds in one such step."""
-    explain_memory: Annotated[bool, Suppress, Part("profile", "None", "memory", whole=True)] = False
+    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
+    explain_memory: bool = False
+    """Print, and draw beside the steps, what memory holds in a step after warm-up."""
     report: bool = False
     """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
@@ -269,11 +284,6 @@ class Config:
     def __post_init__(self):
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
 
-    @property
-    def parts(self) -> Parts:
-        """The fields that values of other flags carry."""
-        return parts_of(type(self.training), type(self.system), type(self.output))
-
     def on(self, ranks: int) -> "Config":
         """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
         t = self.training
@@ -287,36 +297,47 @@ class Config:
         return [*_shape_misfits(self), *run_misfits(self, started, self.world or started), *step_misfits(self)]
 
 
-PARTS = parts_of(Training, System, Output)  # the fields that values of other flags carry
+BESIDE = {  # a flag that means something beside some values of another flag alone -> that flag, and these values
+    "replicas": ("mode", ("hybrid_shard",)),
+    "remat_ratio": ("remat", ("mlp", "attn", "both", "block", "pointwise")),
+    "remat_core": ("remat", ("attn", "both", "block")),
+    "remat_norm": ("remat", ("mlp", "attn", "both")),
+    "mlp_chunk": ("mlp", ("lean",)),
+    "loss_chunk": ("loss", ("chunked",)),
+    "muon_lr": ("optimizer", ("muon",)),
+    "muon_adjust_lr": ("optimizer", ("muon",)),
+    "muon_dtype": ("optimizer", ("muon",)),
+    "wandb_group": ("wandb", ("offline", "online")),
+    "wandb_tags": ("wandb", ("offline", "online")),
+}
 
 
-def command(values: Mapping[str, Any]) -> list[str]:
-    """Values of fields as words of a command line."""
-    return " ".join(as_given(name, value) for name, value in folded(values, PARTS).items()).split()
+def used(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of fields, with None for each that means nothing beside the others."""
+    idle = {name for name, (other, fits) in BESIDE.items() if values.get(other) not in fits}
+    return {name: None if name in idle else value for name, value in values.items()}
 
 
 _RANGES = [
-    ("depth width head_dim grouping grow vocab seqlen batch grad_accum world replicas chunk log_every keep "
-     "max_skips eval_batches effective_batch muon_steps", lambda v: v >= 1, "at least 1"),
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum world replicas loss_chunk log_every keep "
+     "eval_batches effective_batch", lambda v: v >= 1, "at least 1"),
     ("lr muon_lr epochs max_shard_gb lora_alpha", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("steps warmup mlp_chunk save_every eval_every sample lora", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
-    ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
+    ("clip weight_decay min_shard_mib norm_limit norm_spike timeout timeout_first",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("results save profile prepared export eval_data", lambda v: v[:1] not in ("", "~"),
      "a path; ~ is $HOME, which the shell puts in its place only where a word begins"),
-    ("beta1 beta2 muon_momentum", lambda v: 0 <= v < 1, "0 or more and below 1"),
+    ("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),
 ]  # fmt: skip
 
 
 def written(c: Config, *names: str) -> str:
-    """Flags as a command line has them, each with what its value carries; of a part the flag that carries it."""
-    values = folded(c.flat(), c.parts)
-    owners = [c.parts[n].part.of if n in c.parts else n for n in names]
-    return " ".join(as_given(name, values[name]) for name in dict.fromkeys(owners))
+    """Flags as a command line has them."""
+    return " ".join(as_given(name, getattr(c, name)) for name in names)
 
 
 def check_ranges(c: Config) -> None:
@@ -324,12 +345,15 @@ def check_ranges(c: Config) -> None:
     for names, fits, allowed in _RANGES:
         for name in names.split():
             if (value := getattr(c, name, None)) is not None and not fits(value):
-                what = f"{shown(name, c.parts[name])} " if name in c.parts else ""
-                raise ValueError(f"{written(c, name)[:80]}: {what}must be {allowed}")
+                raise ValueError(f"{written(c, name)[:80]}: must be {allowed}")
     for name, value in c.flat().items():
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
             whose = " (ranks x --batch x --grad-accum)" * (name == "effective_batch")
             raise ValueError(f"{written(c, name)[:80]}{whose}: must be below 2**31")
+    for name, (other, fits) in BESIDE.items():
+        own = next(group for group in (c.training, c.system, c.output) if hasattr(group, name))
+        if getattr(c, name) != getattr(type(own), name) and getattr(c, other) not in fits:
+            raise ValueError(f"{written(c, name)[:80]}: needs {as_given(other, ' or '.join(fits))}")
     link(c.link)
     for option in c.compile_options:
         if "=" not in option and option != "plain":
@@ -365,10 +389,13 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
     bare = c.wrapper == "none"
     n = f"{ranks} rank{'s' * (ranks > 1)}"
     return [
-        ("save_every", unsaved and (c.save_every or c.save_async or c.save_errors != "stop"), "needs --save DIR"),
-        ("keep", unsaved and (c.keep != Output.keep or c.keep_best), "needs --save DIR"),
-        ("keep", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
-         "best needs --eval-every, and --save-every without warn"),
+        *((name, unsaved and getattr(c, name) != getattr(Output, name), "needs --save DIR")
+          for name in ("save_every", "save_async", "save_errors", "keep", "keep_best")),
+        ("keep_best", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
+         "needs --eval-every, and --save-errors stop"),
+        ("eval_batches", c.eval_batches != Optimization.eval_batches and not c.eval_every, "needs --eval-every N"),
+        ("explain_memory", c.explain_memory and dict(profile=c.profile is not None),
+         "both look into the same step; ask for one of them"),
         ("world", c.world and dict(save=not unsaved, init=c.init is not None, resume=named, sample=c.sample),
          "simulated ranks hold no model worth saving or asking"),
         ("init", dict(resume=c.init is not None and named), "both have weights; leave one of them out"),
@@ -380,7 +407,7 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
         ("world", c.world and started not in (1, c.world),
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
         ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
-         f"its {c.replicas} replicas must divide the {n}; write hybrid_shard:N"),
+         f"must divide the {n}"),
         ("wrapper", bare and (ranks > 1 or c.param_dtype != "fp32"),
          f"works on one rank, this is {ranks}, with --param-dtype fp32, this is {c.param_dtype}"),
         ("wrapper", hooked and dict(compile=c.compile not in ("none", "blocks"), mode=c.mode not in modes,
@@ -399,8 +426,8 @@ def step_misfits(c: Config) -> list[tuple]:
     return [
         ("mlp", c.mlp == "lean" and dict(remat=c.remat == "pointwise", wrapper=c.wrapper == "ddp" and bf16),
          "it recomputes what pointwise keeps, and ddp's autocast does not cast it; add --param-dtype fp32"),
-        ("remat", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
-         f"on a CPU torch cannot compile core over shards (--compile {c.compile}); use --compile none"),
+        ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
+         f"on a CPU torch cannot compile this over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead != 1 and dict(compile=c.compile in ("none", "blocks"), compile_options=uncut),
          "moves nothing there; use it with --compile fwdbwd, model or step, without plain"),
         ("keep_last", c.keep_last and dict(reshard=not c.reshard, wrapper=c.wrapper != "simple",
@@ -411,7 +438,7 @@ def step_misfits(c: Config) -> list[tuple]:
         ("compile", c.compile == "step" and dict(grad_accum=c.grad_accum > 1, accum_sync=c.accum_sync != "every",
          verbose=c.verbose > 1), "is one graph of one micro-batch, which gives no gradients; use --compile fwdbwd"),
         ("accum_sync", c.accum_sync == "shards" and c.mode != "hybrid_shard", "shards needs --mode hybrid_shard"),
-        ("attn", cpu and (c.attn == "flex" or c.sdpa in ("cudnn", "efficient")),
+        ("attn", cpu and c.attn in ("flex", "cudnn", "efficient"),
          "needs CUDA to train; use auto, flash or math on a CPU"),
     ]  # fmt: skip
 
@@ -441,7 +468,7 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout", "report"}
+    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "report"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
         if isinstance(value := found.get(name), str):

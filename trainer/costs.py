@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LATENCY_US = 20.0
+NEWTON_SCHULZ_STEPS = 5  # of Muon's iteration
 NAMED_GB_PER_S = {
     "a100-nvlink": 300.0,
     "h100-nvlink": 370.0,  # also H200
@@ -339,5 +340,5 @@ def step_bytes(c, ranks: int, batch: int) -> float:
     width = size[c.param_dtype]
     kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
     kept *= c.depth * tokens * c.width * width
-    logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk)) * width
+    logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk)) * width
     return own * (4 + 2 * size[c.adam_dtype]) + max(kept + logits, 4 * own)

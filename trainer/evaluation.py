@@ -58,7 +58,7 @@ def evaluate(
                 y = y.to(device)
                 own = {name: t.to(device) for name, t in own.items()}
                 total += torch.stack(
-                    (step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum())
+                    (step.model(x, y, c.loss_chunk, **own).double(), (y != IGNORE).sum())
                 )
         if batches.error:  # the next boundary ends the run
             total[0] = math.nan

@@ -26,6 +26,7 @@ from muon import COEFFICIENTS
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
+from trainer.costs import NEWTON_SCHULZ_STEPS
 from trainer.optimizer import AdamW, Muon, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
@@ -44,8 +45,8 @@ def compile_options(c: flags.Config) -> dict:
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
     """The reference transformer's configuration. ValueError, one line, for attention that cannot run on `device`."""
     sdpa, _ = choose_kernel(c, device)
-    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
-    return ModelConfig(**same | dict(sdpa=sdpa))
+    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name != "sdpa"}
+    return ModelConfig(**same | dict(attn="flex" if c.attn == "flex" else "sdpa", sdpa=sdpa))
 
 
 def reference_model(c: flags.Config, device: torch.device) -> Transformer:
@@ -157,17 +158,19 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None) -> AdamW | Muon:
     """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train."""
     adamw = dict(
-        betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, moment_dtype=DTYPES[c.adam_dtype]
+        betas=(c.adam_beta1, c.adam_beta2),
+        weight_decay=c.weight_decay,
+        moment_dtype=DTYPES[c.adam_dtype],
     )
     if c.optimizer == "adamw":
         return AdamW(model.parameters(), c.lr, **adamw)
     how = dict(
         weight_decay=c.weight_decay,
-        momentum=c.muon_momentum,
+        momentum=0.95,
         nesterov=True,
         ns_coefficients=COEFFICIENTS,
         eps=1e-7,
-        ns_steps=c.muon_steps,
+        ns_steps=NEWTON_SCHULZ_STEPS,
         adjust_lr_fn=c.muon_adjust_lr,
         ns_dtype=DTYPES[c.muon_dtype],
     )
@@ -210,7 +213,7 @@ def training_step(
         grad_accum=c.grad_accum,
         accum_sync=c.accum_sync,
         clip=c.clip,
-        chunk=c.chunk if c.loss == "chunked" else 0,
+        chunk=c.loss_chunk if c.loss == "chunked" else 0,
         param_dtype=DTYPES[c.param_dtype],
         reduce_dtype=DTYPES[c.reduce_dtype],
         norm_limit=c.norm_limit,

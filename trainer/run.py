@@ -32,9 +32,9 @@ from trainer.checkpoint.save import Saver
 from trainer.checks import never_run
 from trainer.data import Batches, DataError
 from trainer.distributed import simulated_world
+from trainer.distributed.command_line import flag
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
-from trainer.distributed.spelling import label
 from trainer.distributed.terminal import Progress, fail, tell
 from trainer.evaluation import evaluate, sample
 from trainer.fault_tolerance.errors import ended_by
@@ -83,7 +83,7 @@ class Run:
                 "waiting for the other ranks" if world > 1 and not c.world else "starting"
             )
             patience = (
-                max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7
+                max(c.timeout, c.timeout_first) + 120 if c.timeout and c.timeout_first else 3e7
             )
             # Longer than the watchdog's.
             self.device = connect(c, rank, local_rank, world, patience)
@@ -106,7 +106,7 @@ class Run:
         with ExitStack() as around:
             self.signals = around.enter_context(Signals(self.rank == 0))
             self.watchdog = around.enter_context(
-                Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals)
+                Watchdog(c.timeout_first, self.rank, ranks, hang, self.signals)
             )
             self.group = None if c.world else control_group()
             self.around = around.pop_all()
@@ -172,9 +172,9 @@ class Run:
         self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {
-            label(k, c.parts): v
+            flag(k): v
             for k, v in c.flat().items()
-            if k not in ("results", "wandb", "group", "tags")
+            if k not in ("results", "wandb", "wandb_group", "wandb_tags")
         }
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
         same |= {
@@ -210,10 +210,10 @@ class Run:
         self.sinks = Sinks(
             c.results,
             c.wandb,
-            c.group,
+            c.wandb_group,
             None,
             self.settings,
-            c.tags,
+            c.wandb_tags,
             self.rank,
             max(c.steps, self.first),
             c.log_every,
@@ -259,7 +259,7 @@ class Run:
     @contextmanager
     def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
         """Around the loop. Yields what to call for each batch: the step, with --cuda-graph replayed, and watched once
-        with --profile memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
+        with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
         (DataError), the run is saved. Then --sample writes. With --steps 0 it evaluates."""
         self.replayed = Replayed(step) if self.c.cuda_graph else None
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)

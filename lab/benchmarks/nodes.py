@@ -100,7 +100,8 @@ def cells(
     found = {}
     for name in modes or ["replicate", "fully_shard", *fits]:
         mode, _, n = name.partition(":")
-        own = replace(c, system=replace(c.system, mode=mode, replicas=int(n or c.replicas)))
+        replicas = int(n) if n else flags.System.replicas
+        own = replace(c, system=replace(c.system, mode=mode, replicas=replicas))
         found[name] = flags.resolve(own, device.type, world)
     return found
 
@@ -203,7 +204,11 @@ def measure(
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     same = dict(c.flat() | vars(own), ranks_of_a_node=local, torch=torch.__version__)
     agree(
-        {name: value for name, value in same.items() if name not in ("results", "group", "tags")},
+        {
+            name: value
+            for name, value in same.items()
+            if name not in ("results", "wandb_group", "wandb_tags")
+        },
         control_group(),
     )
     settings = cells(own.modes, c, device, world)

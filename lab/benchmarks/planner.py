@@ -360,7 +360,7 @@ def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, fl
             changed |= dict(
                 remat_core=remat in ("attn", "both"),
                 remat_norm=remat == "none",
-                attn=p.get("attn", "flex")[:4],
+                attn="flex" if p.get("attn", "flex").startswith("flex") else "auto",
                 compile=p.get("compile", "fwdbwd"),
             )
             c = SimpleNamespace(**(usual | changed))

@@ -177,7 +177,7 @@ class Step(Weights):
             if self.eager and wide:
                 self.op("loss, log_softmax", ["zf"], self.in_fp32("zs"))
             return
-        rows = min(self.c.chunk, self.n)
+        rows = min(self.c.loss_chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
         made = [self.make("gx", self.U, own=True)]
         made += [self.make("gw", self.head * self.p, own=True)] * (not self.lora)

@@ -18,7 +18,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
-from tyro.conf import arg
+from tyro.conf import OmitArgPrefixes, arg
 
 from lab.planning import hardware
 from lab.planning.architecture import MOST_BLOCKS, read
@@ -28,11 +28,10 @@ from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from lab.report.runs import front
 from trainer import config as flags
 from trainer.costs import Architecture, Link, link, muon, reference
-from trainer.distributed.command_line import as_given, parse_beside
-from trainer.distributed.spelling import flag, folded
+from trainer.distributed.command_line import as_given, flag, parse_known
 from trainer.distributed.terminal import fail
 
-GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat block:RATIO
+GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear
     dict(adam_dtype="bf16"),
     dict(ahead=0.05),
@@ -132,13 +131,13 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an
     architecture."""
     if c.mode == "hybrid_shard" and ranks % c.replicas:
-        return f"--mode hybrid_shard:{c.replicas}: must divide the {ranks} GPUs"
+        return f"--replicas {c.replicas}: must divide the {ranks} GPUs"
     if c.mlp == "lean" and (a.gated or a.experts):
         return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
     if c.mlp == "lean" and c.remat == "pointwise":
         return "--mlp lean: recomputes what --remat pointwise keeps; use one of the two"
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
-        return "--remat-ops: is for --remat block, without :core"
+        return "--remat-ops: is for --remat block, without --remat-core"
     lora = getattr(c, "lora", 0)
     if lora and (c.mlp == "lean" or muon(c)):
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
@@ -147,17 +146,19 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     if lora > min(a.width, a.hidden):
         return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
     if c.mlp_chunk and c.mlp != "lean":
-        return f"--mlp {c.mlp}:{c.mlp_chunk}: is for --mlp lean"
+        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean"
     if c.remat_core and c.remat not in ("attn", "both", "block"):
-        return f"--remat {c.remat}:core: core changes nothing of it"
+        return f"--remat-core: changes nothing of --remat {c.remat}"
     return None
 
 
 def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
     """The flags by which `c` differs from `usual`."""
-    before = folded(vars(usual), flags.PARTS)
+    before = vars(usual)
     changed = {
-        name: value for name, value in folded(vars(c), flags.PARTS).items() if value != before[name]
+        name: value
+        for name, value in flags.used(vars(c)).items()
+        if value not in (None, before[name])
     }
     return " ".join(as_given(name, value) for name, value in changed.items()) or "as asked"
 
@@ -360,12 +361,17 @@ class Plan:
     """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
 
 
+@dataclass(frozen=True)
+class Both(flags.Config):
+    """Those of main.py, among which a message about a flag that there is not looks for what was meant, too."""
+
+    plan: OmitArgPrefixes[Plan]
+
+
 def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
     """The flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
     for a bad one."""
-    own, others = parse_beside(
-        Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", about
-    )
+    own, others = parse_known(Plan, argv, "plan.py", about)
     for name, usage in dict(fit="--fit 8 16", what_if="--what-if seqlen 2048 4096").items():
         if flag(name) in argv and not getattr(own, name):
             fail(f"{flag(name)}: needs values after it, as {usage}", 0)
@@ -437,7 +443,8 @@ def two_questions(own: Plan, words: Sequence[str]) -> str | None:
 
 def question(own: Plan, words: Sequence[str]) -> Question:
     """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
-    c = flags.parse(words)
+    c = flags.parse(words, kind=Both, prog="plan.py")
+    c = flags.Config(c.training, c.system, c.output)
     ranks = own.gpus * own.nodes
     gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
     if c.world:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lab.planning.liveness import Tape
 from lab.planning.schedule import Step
 from lab.planning.weights import SIZE, shard_group, trained, update_bytes
-from trainer.costs import Architecture, Link, muon
+from trainer.costs import NEWTON_SCHULZ_STEPS, Architecture, Link, muon
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements
@@ -98,7 +98,7 @@ def kernel_of(c, gpu: Gpu) -> str:
     """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses. ValueError for one of which
     no rate is known."""
     automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
-    kernel = "flex" if c.attn == "flex" else automatic if c.sdpa == "auto" else c.sdpa
+    kernel = automatic if c.attn == "auto" else c.attn
     if kernel not in gpu.attention:
         raise ValueError(
             f"--attn {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}"
@@ -247,7 +247,7 @@ def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
         size = SIZE[c.muon_dtype]
         products = ((m, n, m), (m, m, m), (m, m, n))
         costs += [
-            c.muon_steps * sum(product_seconds(gpu, *each, size) for each in products)
+            NEWTON_SCHULZ_STEPS * sum(product_seconds(gpu, *each, size) for each in products)
         ] * count
     heapq.heapify(loads)
     for cost in sorted(costs, reverse=True):

@@ -376,8 +376,8 @@ def simulated(
         ),
         ("--deterministic", c.deterministic, "is not simulated; leave it out"),
         (
-            f"--attn {c.sdpa}",
-            arch and c.param_dtype == "fp32" and c.sdpa in ("cudnn", "flash"),
+            f"--attn {c.attn}",
+            arch and c.param_dtype == "fp32" and c.attn in ("cudnn", "flash"),
             "needs bf16 or fp16",
         ),
     ):
@@ -397,7 +397,7 @@ def simulated(
             else dict(fwd="forward", step="update").get(step.phase, step.phase)
         )
 
-    if arch and c.attn == "sdpa" and c.sdpa == "auto":  # the first that main.py would try there
+    if arch and c.attn == "auto":  # the first that main.py would try there
         kernel = (
             "efficient"
             if c.param_dtype == "fp32"
@@ -405,7 +405,7 @@ def simulated(
             if arch < "sm_90" and len(arch) == 5
             else "cudnn"
         )
-        c = replace(c, system=replace(c.system, sdpa=kernel))
+        c = replace(c, system=replace(c.system, attn=kernel))
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(dist, "init_device_mesh", real_mesh),

@@ -20,7 +20,7 @@ from trainer.logging import each_row
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {
-    f"--{name}" for name in "steps data lr warmup seed device world link group tags".split()
+    f"--{name}" for name in "steps data lr warmup seed device world link".split()
 }
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
@@ -131,6 +131,7 @@ def key_of(row: dict, names: list[str]) -> tuple:
         "ranks": ranks(row),
         "small": "replicate" if setting(row, "min_shard_mib") else "shard",
     }
+    found["attn"] = "flex" if found["attn"] == "flex" else "sdpa"  # as published
     found["global batch"] = found["ranks"] * found["batch"] * setting(row, "grad_accum")
     return tuple(found[name] for name in names)
 

@@ -10,9 +10,8 @@ from typing import TypeVar
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
 from lab.report.history import comparable, curves_of, learned_from, setting
-from trainer.config import PARTS
-from trainer.distributed.command_line import as_given
-from trainer.distributed.spelling import flag, folded
+from trainer.config import used
+from trainer.distributed.command_line import as_given, flag
 from trainer.distributed.terminal import grouped
 
 Costly = TypeVar("Costly", bound=tuple)
@@ -68,7 +67,7 @@ def left_out(rows: list[dict]) -> str:
 def flags_apart(settings: list[dict]) -> list[str]:
     """Of settings, the flags that tell each from the others, as a command line has them. Of more than four flags only
     those whose value is not the one of most settings."""
-    settings = [folded(each, PARTS) for each in settings]
+    settings = [used(each) for each in settings]
     names = {name: None for each in settings for name in each}  # of one program's, too
     values = {
         name: Counter(repr(each[name]) for each in settings if name in each) for name in names

@@ -16,14 +16,13 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 from trainer import config
 from trainer.checkpoint import lock
 from trainer.checkpoint.manifest import Refused
-from trainer.distributed.command_line import PROCESSES, kinds_of
-from trainer.distributed.spelling import flag
+from trainer.distributed.command_line import PROCESSES, flag
 from trainer.distributed.terminal import did_you_mean, fail, tell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +112,8 @@ def training(words: list[str]) -> str:
     """The script that trains. ValueError for a bad option; a bad flag of main.py ends the process with 2."""
     given, flags = split(words)
     options = DEFAULTS | given
-    kinds = kinds_of(*get_type_hints(config.Config).values())
-    own = {flag(name) for name in (*kinds, *config.PARTS)}
+    groups = config.Training, config.System, config.Output
+    own = {flag(field.name) for group in groups for field in fields(group)}
     for name in (word.partition("=")[0] for word in flags if word.startswith("--")):
         meant = (
             "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)

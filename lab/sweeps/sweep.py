@@ -33,9 +33,7 @@ from pathlib import Path
 from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
-from trainer.distributed.spelling import modern, parts_of, unfold
 from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
-from trainer.finetuning.config import System
 from trainer.logging import (
     append_jsonl,
     check_writable,
@@ -50,7 +48,10 @@ TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64
 # These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {
     "--wandb",
+    "--wandb-group",
+    "--wandb-tags",
     "--profile",
+    "--explain-memory",
     "--log-every",
     "--verbose",
     "-v",
@@ -67,8 +68,7 @@ COLUMNS = {
     "eval_loss": ("held-out loss", 4),
 }
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
-TUNED = config.PARTS | parts_of(System)  # of finetune.py, whose flags name a --model
-LISTS = {"--compile-options"}  # takes several values in one run
+LISTS = {"--compile-options", "--wandb-tags"}  # take several values in one run
 MOST_CELLS = 10_000  # of one call: more are a slip, and would run for months
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
@@ -132,12 +132,11 @@ def axes() -> dict[str, Path]:
 
 
 def parse(words: list[str]) -> tuple[int, Flags]:
-    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last. Old
-    flags are read as they are written now, so that a cell has the same name as in rows of before."""
+    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last."""
     nproc = 1
     flags = {}
     last = None
-    for word in modern(words, TUNED if "--model" in words else config.PARTS)[0]:
+    for word in words:
         if re.fullmatch(r"nproc=[1-9]\d*", word):
             nproc = int(word[6:])
             last = None
@@ -189,7 +188,7 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
     if small:  # FlexAttention does not train on a CPU
         flags |= {"--device": ("cpu",)} | (
-            {"--attn": ("auto",)} if flags.get("--attn", ("",))[0].startswith("flex") else {}
+            {"--attn": ("auto",)} if flags.get("--attn") == ("flex",) else {}
         )
     return f"nproc={n} {join(flags)}".strip()
 
@@ -341,16 +340,15 @@ def main_setting(cell: str) -> dict:
 
 def given(flags: Flags) -> dict:
     """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
-    words, parts = unfold(shlex.split(join(flags)), config.PARTS)
     found = {}
-    for flag, texts in parse(words)[1].items():
+    for flag, texts in flags.items():
         values = [int(text) if text.isdigit() else text for text in texts] or [
             not flag.startswith("--no-")
         ]
         found[flag.strip("-").removeprefix("no-").replace("-", "_")] = (
             values[0] if len(values) == 1 else values
         )
-    return found | parts
+    return found
 
 
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
@@ -537,8 +535,8 @@ def sweep(
             found,
             args.results,
             output.wandb,
-            output.group,
-            output.tags,
+            output.wandb_group,
+            output.wandb_tags,
         )
     if missing := unfinished(cells, rows):
         print(
@@ -619,9 +617,8 @@ def command(argv: list[str]) -> int | None:
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
     logged = config.parse(shlex.split(join(output)))
-    if logged.wandb != "off" and logged.group is None:
-        mode, *rest = output["--wandb"][-1].split(":")
-        output["--wandb"] = (":".join([mode, name, *rest]),)
+    if logged.wandb != "off" and logged.wandb_group is None:
+        output["--wandb-group"] = (name,)
     args.output = shlex.split(join(output))
     if args.slurm:
         rows = current(read_rows(args.results), args.any_commit)

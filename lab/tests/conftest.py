@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 from fixtures import *  # noqa: F403
+from running import one_line
 
 from lab.report import __main__ as command
 
@@ -36,11 +37,11 @@ def report(ended):
 
 @pytest.fixture
 def refused(ended):
-    """refused(main, words) -> the line by which a program refuses them, with exit code 2."""
+    """refused(main, words) -> the message by which a program refuses them, with exit code 2."""
 
     def refused(main, words):
         code, _, err = ended(main, words)
-        assert (code, err.count("\n")) == (2, 1), err
-        return err
+        assert code == 2, err
+        return one_line(err)
 
     return refused

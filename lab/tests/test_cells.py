@@ -66,10 +66,10 @@ def resolved(cell, device):
     groups = {name: getattr(parsed(), name) for name in ("training", "system", "output")}
     for flag, values in flags.items():
         name = flag[2:].removeprefix("no-").replace("-", "_")
-        given = parsed(flag, *values)
+        other = config.command_line.flag(config.BESIDE.get(name, ("",))[0])
+        given = parsed(*([other, *flags[other]] if other in flags else []), flag, *values)
         group = next(group for group, value in groups.items() if name in {field.name for field in fields(value)})
-        names = [name, *(part for part, known in config.PARTS.items() if known.part.of == name)]
-        groups[group] = replace(groups[group], **{name: getattr(given, name) for name in names})
+        groups[group] = replace(groups[group], **{name: getattr(given, name)})
     return config.resolve(config.Config(**groups), device, nproc), nproc
 
 

@@ -108,7 +108,7 @@ def instead(folder, monkeypatch):
         def attempt(cell, args, limit, name, setting):
             n, flags = sweep.parse(shlex.split(cell))
             ran.append(cell)
-            good = (ratio := float(flags["--remat"][0].removeprefix("block:"))) >= fits_from or ratio in also
+            good = (ratio := float(flags["--remat-ratio"][0])) >= fits_from or ratio in also
             row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
                        torch=importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
                        peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
@@ -181,12 +181,10 @@ def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder,
 @pytest.mark.parametrize("words, said", [
     ("--model nowhere", "--model nowhere: No such file"),
     ("--world 0", "--world 0: must be at least 1"),
-    ("--world two", "--world two: must be a whole number"),
     ("--world 3 5", "--effective-batch 64: no --world x --micro-batch divides it"),
-    ("--remat block:0.5", "--remat: is what is looked for; leave it out"),
+    ("--remat block --remat-ratio 0.5", "--remat: is what is looked for; leave it out"),
     ("--save x", "--save: is no part of it; leave it out"),
     ("--memory-mib 0", "--memory-mib 0: must be at least 1"),
-    ("--micro-bach 2", "--micro-bach: no such flag; did you mean --micro-batch"),
     ("--gpu h1000", "--gpu h1000: must be one of a100-80"),
     ("--device cpu", "--device cpu: needs --memory-mib"),
     ("--seqlen 0", "--seqlen 0: must be at least 1"),
@@ -196,6 +194,14 @@ def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder,
 def test_bad_input_ends_in_one_line(folder, refused, words, said):
     files = f"--model {folder} --results {folder}/rows.jsonl"
     assert refused(fit.main, f"{files} --world 4 {words}").startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--world two", "Error parsing --world"),
+    ("--micro-bach 2", "Unrecognized options: --micro-bach, 2 Perhaps you meant: "),
+])  # fmt: skip
+def test_what_is_no_flag_or_no_value_of_one_is_tyros_message(folder, refused, words, said):
+    assert said in refused(fit.main, f"--model {folder} --results {folder}/rows.jsonl --plan --world 4 {words}")
 
 
 def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, call):
@@ -217,7 +223,7 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
         env = os.environ | dict(PYTHONPATH=str(ROOT))
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert ("--remat block:0" in done.stdout) != again
+        assert ("--remat block --remat-ratio 0" in done.stdout) != again
         rows = rows_in(tmp_path)
         [run], answer = [row for row in rows if row.get("study") != "fit"], rows[-1]
         assert run["outcome"] == "ok"

@@ -19,7 +19,7 @@ INTERPRETED = Path(__file__).with_name("interpreted.py")
 CELLS = {  # flags -> kernels, most bytes of stack; with torch 2.13.0 and triton 3.7.1
     "--arch sm_90 --remat both --attn cudnn": (49, 32),
     "--arch sm_80 --attn flex --remat both": (52, 600),  # its backward spills; all but attention's are as with sdpa
-    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean:1024 --ahead 0.05": (40, 248),
+    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05": (40, 248),
 }
 
 
@@ -68,7 +68,8 @@ def test_code_of_your_own_model_is_saved_by_graph_and_kernel(mine):
 @pytest.mark.parametrize("line", [
     "--param-dtype fp32 --attn flex --remat both",
     "--param-dtype bf16 --remat both --attn cudnn",
-    "--param-dtype bf16 --loss chunked:16 --remat block --mlp lean:16 --ahead 0.05 --attn cudnn",
+    "--param-dtype bf16 --loss chunked --loss-chunk 16 --remat block --mlp lean --mlp-chunk 16 --ahead 0.05 "
+    "--attn cudnn",
 ])  # fmt: skip
 def test_generated_kernels_compute_what_eager_code_does(line):
     """In Triton's interpreter, as exact as an eager step of the same dtypes. Every kernel of these steps runs in it."""

@@ -127,7 +127,7 @@ def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch, in
 
 @pytest.mark.parametrize("target, line, message", [
     (None, "--compile none", "--compile none: there is no graph"),
-    (None, "--mode hybrid_shard:3", "--mode hybrid_shard:3: its 3 replicas must divide the 8 ranks"),
+    (None, "--mode hybrid_shard --replicas 3", "--replicas 3: must divide the 8 ranks"),
     ("no_such_module:f", "", "--model no_such_module:f: No module named 'no_such_module'"),
     ("model:nothing", "", "--model model:nothing: module 'model' has no attribute 'nothing'"),
     ("model:sinusoids", "", "--model model:sinusoids: .*give MODULE:FUNCTION"),

@@ -25,14 +25,14 @@ from trainer.parallelize import build
 
 WORLD = 4
 EAGER = [f"--compile none {line}" for line in (
-    "", "--no-reshard", "--remat both --param-dtype bf16", "--remat block:0.5", "--remat pointwise",
-    "--mode hybrid_shard --loss chunked:100", "--mode replicate --remat mlp", "--mlp lean:512",
+    "", "--no-reshard", "--remat both --param-dtype bf16", "--remat block --remat-ratio 0.5", "--remat pointwise",
+    "--mode hybrid_shard --loss chunked --loss-chunk 100", "--mode replicate --remat mlp", "--mlp lean --mlp-chunk 512",
     "--wrapper fsdp2", "--wrapper fsdp2 --param-dtype bf16 --batch 4 --grad-accum 2",
     "--grad-accum 2 --batch 4 --accum-sync last", "--adam-dtype bf16", "--min-shard-mib 0.1", "--depth 2 --vocab 4096",
 )]  # fmt: skip
 COMPILED = [f"--depth 2 {line}" for line in (
     "--compile fwdbwd --remat both --param-dtype bf16", "--compile blocks", "--compile model --compile-options plain",
-    "--compile fwdbwd --loss chunked --remat block --mlp lean:512 --ahead 0.05", "--compile step",
+    "--compile fwdbwd --loss chunked --remat block --mlp lean --mlp-chunk 512 --ahead 0.05", "--compile step",
 )]  # fmt: skip
 
 

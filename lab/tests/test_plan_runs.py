@@ -214,7 +214,7 @@ def test_eager_gradients_are_added_as_they_come():
 
 
 def test_fsdp2_keeps_its_root_group_and_reduces_it_last():
-    usual = f"{LLAMA}/llama3-8b.json --gpus 8 --batch 1 --seqlen 512 --compile none --remat block:core"
+    usual = f"{LLAMA}/llama3-8b.json --gpus 8 --batch 1 --seqlen 512 --compile none --remat block --remat-core"
     a, b = (ask(f"{usual} --wrapper {name}").answer().peak for name in ("simple", "fsdp2"))
     ends = 2 * 4096 * 128256
     assert "emb" in b.moment and b.nbytes - a.nbytes > 2 * ends  # both tables in bf16

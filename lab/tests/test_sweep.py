@@ -43,7 +43,7 @@ if how == "starved":
     os.kill(os.getpid(), signal.SIGKILL) if flags.get("--depth") != "1" else sys.exit("error: no")
 if how == "logged":
     from trainer.logging import Sinks
-    sinks = Sinks(flags["--results"], *flags["--wandb"].split(":")[:2], total_steps=1)
+    sinks = Sinks(flags["--results"], flags["--wandb"], flags["--wandb-group"], total_steps=1)
     sinks.step({"step": 1, "loss": 2.5})
     sinks.row({"cell": os.environ["SWEEP_CELL"], "outcome": "ok", "loss": 2.5, "hf_token": "sesame"})
     sinks.close()
@@ -323,7 +323,8 @@ def test_the_kernel_that_does_not_count_kills_has_made_none(tmp_path, monkeypatc
 def test_wandb_holds_a_run_per_cell_and_a_table_of_all_in_one_group(call, tmp_path):
     pytest.importorskip("wandb")
     lines = ["--seed logged --depth 3", "nproc=1 --seed oom --depth 3", "--world 8 --seed ok --depth 3"]
-    code, out, found, _ = call(lines, "--wandb", "offline:tags=a,b", HOME=str(tmp_path), WANDB_SILENT="true")
+    words = "--wandb offline --wandb-tags a b".split()
+    code, out, found, _ = call(lines, *words, HOME=str(tmp_path), WANDB_SILENT="true")
     assert code == 0 and "warning" not in out and len(found) == 3, out
     runs = {run.job_type: (run, steps) for run, steps in logged(tmp_path / "wandb")}
     cell, steps = runs["cell"]
@@ -352,7 +353,7 @@ def init(**given):
 def test_wandb_that_fails_costs_the_sweep_a_line_and_nothing_else(call, tmp_path, wandb):
     (tmp_path / "wandb.py").write_text(wandb)
     for lines, code in ((seeds("ok", "oom"), 0), (seeds("ok", "caught"), 1)):
-        done, out, *_ = call(lines, "--wandb", "online:mine")
+        done, out, *_ = call(lines, "--wandb", "online", "--wandb-group", "mine")
         assert done == code and out.count("warning: wandb: ") == 1 and "| 1 | --seed ok | ok |" in out, out
     assert wandb != FAKE_WANDB or (tmp_path / "named").read_text() == "mine online"
     assert "warning" not in call(lines, "--wandb", "off")[1]

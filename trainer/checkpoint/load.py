@@ -34,8 +34,8 @@ from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config
 from trainer.data import Batches, DataError
+from trainer.distributed.command_line import flag
 from trainer.distributed.control import Group
-from trainer.distributed.spelling import label
 from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
 
@@ -395,18 +395,15 @@ def _verified(path: str, group: Group) -> Found:
 def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
     """Raises CheckpointError or DataError where these flags cannot go on from `found`; else says which have changed."""
     about = found.about
-    flags, usual = (
-        json.loads(json.dumps(asdict(each))) for each in (c.training, type(c.training)())
-    )
-    saved = about.get("model", about["training"])  # older checkpoints have the flags alone
+    flags = json.loads(json.dumps(asdict(c.training)))
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
-    names = sorted(identity.keys() | about.get("model", {}).keys())
-    before = usual | about["training"]  # an older checkpoint lacks newer flags
+    before = about["training"]
+    saved = about["model"]
     same = {
-        label(k, c.parts) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k))
-        for k in names
+        flag(k) if k in flags else k: (saved.get(k), identity.get(k))
+        for k in sorted(identity.keys() | saved.keys())
     }
-    both = {label(k, c.parts): (before[k], v) for k, v in flags.items() if k != "init"} | same
+    both = {flag(k): (before.get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {
         "--effective-batch": (about["global_batch"], batches.global_batch),
         HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every)),

@@ -1,4 +1,4 @@
-"""Saves the steps of a run, in the foreground or, with --save-every N:async, in a thread, and keeps the newest of them.
+"""Saves the steps of a run, in the foreground or, with --save-async, in a thread, and keeps the newest of them.
 
     with Saver(config, step, batches) as saver:     # at the end: waits, raises what a save met, gives the lock back
         saver.save(k)                               # after k steps: DIR/step-00000012, see trainer/checkpoint/load.py
@@ -82,8 +82,8 @@ class Saver(AbstractContextManager):
             }
 
     def save(self, k: int) -> None:
-        """Saves the state after k steps; returns when it is committed, with --save-every N:async when it is copied.
-        Raises CheckpointError; with --save-every N:warn only if k is the last step or the run is `ending`."""
+        """Saves the state after k steps; returns when it is committed, with --save-async when it is copied. Raises
+        CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
         state = tensors(self.step)
         batches = self.batches
@@ -222,7 +222,7 @@ def _write(temporary: str, state: dict[str, Tensor], group: Group) -> dict[str, 
 
 
 def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
-    """Completes a step, gives it its name, and removes all but the newest --keep and, with --keep 3:best, the best one.
+    """Completes a step, gives it its name, and removes all but the newest --keep and, with --keep-best the best one.
     files: what all ranks wrote."""
     write_json(os.path.join(temporary, "train_state.json"), about)
     for own in (".metadata", "train_state.json"):

@@ -21,6 +21,7 @@ from trainer.distributed.terminal import tell
 from trainer.step import Step
 
 WINDOW = 100  # a spike is one against the mean gradient norm of so many steps before it
+MOST_SKIPS = 3  # steps in a row that --nonfinite skip leaves out
 SETTLED = 10  # no spike is told before the mean is one of so many
 
 
@@ -67,7 +68,7 @@ class FiniteCheck:
         if bad:
             return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
-        if len(self.norms) >= SETTLED and 0 < self.c.spike * mean < norm:
+        if len(self.norms) >= SETTLED and 0 < self.c.norm_spike * mean < norm:
             self._say(
                 f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "
                 f"{len(self.norms)} steps ({mean:.4g}), {samples}"
@@ -85,18 +86,17 @@ class FiniteCheck:
                 f"step {k}: gradient norm 0, as of a batch without labels, {samples}: update left out on all ranks"
             )
             return
-        flag = written(c, "nonfinite")
-        what = f"gradient norm above {flag}" if finite else "not finite"
+        what = f"gradient norm above {written(c, 'norm_limit')}" if finite else "not finite"
         told = f"step {k}: {what} (loss {self.loss:.4g}, gradient norm {norm:.4g}), {samples}"
         if c.nonfinite == "stop":
             other = "or leave such steps out with --nonfinite skip"
             raise NonFinite(f"{told}: lower --lr {c.lr}, {other}")
         self.skipped = self.skipped + 1
         self.in_a_row = self.in_a_row + 1
-        if self.in_a_row > c.max_skips:
+        if self.in_a_row > MOST_SKIPS:
             raise NonFinite(
-                f"{told}: {self.in_a_row} updates in a row left out, more than the {c.max_skips} of "
-                f"{flag}; lower --lr {c.lr}"
+                f"{told}: {self.in_a_row} updates in a row left out, more than the {MOST_SKIPS} of "
+                f"{written(c, 'nonfinite')}; lower --lr {c.lr}"
             )
         self._say(f"{told}: update left out on all ranks ({self.in_a_row} in a row)")
 

@@ -17,13 +17,24 @@ from tyro.conf import OmitArgPrefixes, Suppress, arg
 
 from trainer import config as flags
 from trainer.distributed.command_line import default
-from trainer.distributed.spelling import Part
 from trainer.distributed.terminal import fail
 from trainer.finetuning.columns import FORMATS, parsed
 from trainer.finetuning.sources import weighted
 
 _DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
-One rank: python finetune.py --model DIR --data chat.jsonl. Several: torchrun --nproc-per-node 4 finetune.py ..."""
+
+    python finetune.py --model DIR --data chat.jsonl --preview               # what is learned of an example
+    torchrun --nproc-per-node 8 finetune.py --model DIR --data chat.jsonl --export OUT --effective-batch 64 \\
+        --remat block --loss chunked --save runs/a
+
+The flags that most runs give:
+    --model --data --export         folder of the model, files of examples, folder for the trained model
+    --seqlen --batch                tokens per sequence, sequences per rank
+    --effective-batch               sequences of an optimizer step on all ranks
+    --epochs --lr                   how long, how fast
+    --remat                         less memory: backward computes activations again
+    --save                          checkpoints, from which the same command resumes
+"""
 ALL_LINEAR = "all-linear"
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
@@ -52,8 +63,8 @@ class Tuning(flags.Optimization):
     out."""
     seqlen: int = 1024
     """Tokens per sequence. A longer example loses its end; one that then has nothing to learn is left out, counted."""
-    batch: Annotated[int | None, default("1")] = None
-    """Sequences per rank and micro-batch (or --micro-batch)."""
+    batch: Annotated[int | None, default("1"), flags.MICRO_BATCH] = None
+    """Sequences per rank and micro-batch."""
     lora: int = 0
     """Train adapters of this rank (LoRA) alone; the model stays as it is, in the dtype of its files. 0: train all."""
     lora_targets: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = (ALL_LINEAR,)
@@ -100,15 +111,13 @@ class System(flags.System):
 
     remat: Literal["none", "block"] = "none"
     """block: backward computes the model's blocks again, but for the output of attention, instead of keeping what is
-    inside; block:0.5 that fraction of them, evenly spread."""
-    remat_ratio: Annotated[float, Suppress, Part("remat", "block", alone="block")] = 1.0
+    inside."""
     prepared: str | None = None
     """Folder in which the first start saves the model as it shards it; later ones, of any number of ranks, load it."""
     wrapper: Suppress[str] = "simple"
-    attn: Suppress[str] = "sdpa"
+    attn: Suppress[str] = "auto"
     remat_norm: Suppress[bool] = True
     remat_core: Suppress[bool] = False
-    sdpa: Suppress[str] = "auto"
     mlp: Suppress[str] = "plain"
     mlp_chunk: Suppress[int] = 0
 

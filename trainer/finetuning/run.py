@@ -140,7 +140,7 @@ def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
         sharded = ranks if c.mode != "replicate" else 1
         tokens = batch * c.seqlen
         width = size[c.param_dtype]
-        logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk))
+        logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk))
         kept = (c.depth * c.width * tokens + logits) * width
         own = frozen + trained * (4 + 2 * size[c.adam_dtype])
         return own / sharded + max(kept, 4 * trained / sharded)

@@ -1,4 +1,4 @@
-"""`--profile memory`: what the peaks of memory in one step consist of.
+"""`--explain-memory`: what the peaks of memory in one step consist of.
 
     loss, timeline, notes = watch(config, step, tokens, targets)      # runs the step
     print(*lines(timeline, notes), sep="\\n")
@@ -381,7 +381,7 @@ def sizes_of(c: Config) -> Sizes:
     tokens = c.batch * c.seqlen
     rows = {tokens}
     if c.loss == "chunked":
-        rows = {min(c.chunk, tokens), tokens % c.chunk} - {0}
+        rows = {min(c.loss_chunk, tokens), tokens % c.loss_chunk} - {0}
     return Sizes(
         tuple(n * c.vocab for n in rows),
         (c.param_dtype, "fp32"),

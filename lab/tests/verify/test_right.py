@@ -19,12 +19,12 @@ EAGER = {
     "ddp": "--wrapper ddp",
     "bf16": "--param-dtype bf16",
     "fsdp2 bf16": "--wrapper fsdp2 --param-dtype bf16",
-    "muon": "--optimizer muon:dtype=fp32",
-    "fsdp2 muon": "--wrapper fsdp2 --optimizer muon:dtype=fp32",
+    "muon": "--optimizer muon --muon-dtype fp32",
+    "fsdp2 muon": "--wrapper fsdp2 --optimizer muon --muon-dtype fp32",
     "hybrid_shard": "--mode hybrid_shard",
     "no-reshard": "--no-reshard",
     "remat": "--remat both",
-    "remat block, loss in chunks": "--remat block --loss chunked:10",
+    "remat block, loss in chunks": "--remat block --loss chunked --loss-chunk 10",
 }
 COMPILED = {
     "blocks": "--compile blocks",
