@@ -173,7 +173,7 @@ def test_overwrite_leaves_the_files_of_one_export(run, saved_run, tmp_path):
     assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
 
 
-FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|torch.save failed, as on a full disk"
+FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|saving failed, as on a full disk"
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
@@ -372,13 +372,15 @@ def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_pat
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
-def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "limit"), [("out.safetensors", 40_000), ("out.pt", 0)])
+def test_the_tensors_of_one_file_are_in_memory_and_of_a_pt_and_in_loading_one_tensor(
+    name, limit, run, saved_run, tmp_path, monkeypatch
+):
     alive, most = weakref.WeakSet(), []
 
-    def tracked(real):
+    def tracked(real, limit):
         def read(*args):
-            assert not [*alive], "the tensor before is still there"
+            assert sum(t.nbytes for t in alive) <= limit, "tensors before are still there"
             t = real(*args)
             alive.add(t)
             most.append(t.nbytes)
@@ -386,9 +388,10 @@ def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monke
 
         return read
 
-    monkeypatch.setattr(checkpoint, "read", tracked(checkpoint.read))
-    monkeypatch.setattr(weights.Region, "read", tracked(weights.Region.read))
-    assert run(saved_run, tmp_path / name).code == 0 and len(most) == 16
+    monkeypatch.setattr(checkpoint, "read", tracked(checkpoint.read, limit))
+    monkeypatch.setattr(weights.Region, "read", tracked(weights.Region.read, 0))
+    several = ["--shard-gb", f"{limit / 1e9}"] if limit else []
+    assert run(saved_run, tmp_path / name, *several).code == 0 and len(most) == 16
     weights.load_weights(str(tmp_path / name), model_of())
     assert len(most) == 32 and sum(most) == 2 * 112_000 and max(most) < 40_000
 
@@ -401,12 +404,14 @@ from trainer.parallelize import build
 from trainer.measuring import memory
 device = torch.device("cpu")
 small, big, what = sys.argv[1:4]
+weights.MAPPED = 4 * 2**20
 if what == "load":
     c = config.resolve(config.parse(sys.argv[4:]), "cpu", 1)
     model = build(c, device, 1).model
     work = lambda path: weights.load_weights(path, model)
 else:
-    work = lambda path: export.main([path, f"{path}-{what}.{what}"])
+    several = ["--shard-gb", "0.01"] * (what == "safetensors")
+    work = lambda path: export.main([path, f"{path}-{what}.{what}", *several])
     work(small)
 before = memory.reset_peak(device) or memory.peak(device)["peak_rss_mib"]
 work(big)
@@ -416,7 +421,8 @@ print(memory.peak(device)["peak_rss_mib"] - before)
 
 @pytest.mark.slow
 def test_peak_memory_of_a_process_is_far_below_the_model(saved_run, tmp_path):
-    """96 MiB in tensors of 1 MiB: export holds 32 MiB to verify; loading holds one tensor beside the model."""
+    """96 MiB in tensors of 1 MiB: export holds 32 MiB to verify and files of 10 MB, of a .pt one tensor; loading holds
+    one tensor, and as much of a mapped file as weights.MAPPED (here 4 MiB), beside the model."""
     big = "--compile none --depth 36 --width 256 --head-dim 32 --seqlen 16 --wrapper none".split()
     c = flags.resolve(flags.parse([*big, "--save", str(tmp_path / "big")]), "cpu", 1)
     connect(c, 0, 0, 1)

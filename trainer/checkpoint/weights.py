@@ -1,11 +1,11 @@
-"""Files of weights alone: safetensors (one file, or several with an index) and torch's .pt, one tensor at a time.
+"""Files of weights alone: safetensors (one file, or several with an index) and torch's .pt.
 
     write("out.safetensors", tensors, read, about)      # python -m trainer.checkpoint.export writes a checkpoint so
     load_weights("out.safetensors", model)              # main.py --init: in place, into any layout of the model
 
-Neither holds a whole model: `write` holds one tensor, `load_weights` this rank's rows of one parameter. The safetensors
-library and torch's weights_only loader check the headers and give the offsets at which bytes are then read and written
-here, as a little-endian machine has them. No file can run code.
+Neither holds a whole model: `write` holds the tensors of one file of several, and of a .pt one tensor; `load_weights`
+holds this rank's rows of one parameter. The safetensors library and torch.load read files through a map of them, and
+write them; no file can run code.
 """
 
 import json
@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import warnings
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -37,55 +39,74 @@ from trainer.config import Config
 from trainer.distributed.control import Group, agree
 from trainer.distributed.terminal import counted, one_line
 
-DTYPES = {  # by safetensors' names
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# What a .safetensors may hold; those of 8 bits and fewer stand for other values than their own.
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 INDEX = ".index.json"
+MAPPED = 64 * 2**20
 GLIMPSE = 1024  # bytes at each of four places in each tensor by which ranks compare their files
 
 
-class Region(NamedTuple):  # a contiguous tensor in a file
+class Map:
+    """Reads files of weights through a map of one of them at a time. What was read counts as memory of the process as
+    long as the map is there, so there is a new one after MAPPED bytes."""
+
+    def __init__(self):
+        self.path = ""
+        self.tensors: dict[str, Tensor] = {}
+        self.bytes = 0
+
+    def tensor(self, path: str, name: str) -> Tensor:
+        """A tensor of a file, whose bytes are read when it is used."""
+        if path != self.path:
+            self.close()
+            self.tensors = _mapped(path)
+            self.path = path
+        return self.tensors[name]
+
+    def close(self) -> None:
+        self.path = ""
+        self.tensors = {}
+        self.bytes = 0
+
+    def read(self, path: str, name: str, first: int, shape: tuple[int, ...]) -> Tensor:
+        whole = self.tensor(path, name)
+        rows = whole[first : first + shape[0]] if shape else whole
+        rows = rows.clone(memory_format=torch.contiguous_format)
+        self.bytes += rows.nbytes
+        if self.bytes > MAPPED:
+            self.close()
+        return rows
+
+
+class Region(NamedTuple):  # a tensor in a file
     file: str
-    offset: int  # of its first byte
     like: Tensor  # on the meta device: shape and dtype
+    name: str  # in the file
+    map: Map
 
     def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
         """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
-        part = torch.empty(shape, dtype=self.like.dtype)
-        with open(self.file, "rb") as file:
-            file.seek(self.offset + (first and first * self.like[0].nbytes))  # a scalar has no rows
-            if file.readinto(_bytes_of(part)) != part.nbytes:
-                raise CheckpointError(f"{self.file}: is cut short")
-        return part
+        return self.map.read(self.file, self.name, first, shape)
 
 
-def _bytes_of(t: Tensor):
-    return t.reshape(-1).view(torch.uint8).numpy()
-
-
-def table(path: str) -> dict[str, Region]:
-    """Where each tensor of a .safetensors, its .index.json or a .pt is. Raises CheckpointError, naming the file."""
+def table(path: str, through: Map | None = None) -> dict[str, Region]:
+    """Where each tensor of a .safetensors, its .index.json or a .pt is, and the map through which it is read, by
+    default one of its own. Raises CheckpointError, naming the file."""
+    through = through or Map()
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path}: is no file, but a folder, pipe or device")
     try:
-        return (
-            _indexed
-            if path.endswith(INDEX)
-            else _pt
-            if path.endswith((".pt", ".bin"))
-            else _safetensors
-        )(path)
+        if path.endswith(INDEX):
+            return _indexed(path, through)
+        return {
+            name: Region(path, torch.empty_like(t, device="meta"), name, through)
+            for name, t in _mapped(path).items()
+        }
     except CheckpointError:
         raise
     except OSError as error:
@@ -105,30 +126,38 @@ def table(path: str) -> dict[str, Region]:
         raise CheckpointError(f"{path}: is no file of weights ({one_line(error, 200)})") from error
 
 
-def _safetensors(path: str) -> dict[str, Region]:
-    regions = {}
-    # Which raises SafetensorError unless the header fits.
-    with open(path, "rb") as file, safe_open(path, "pt"):
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
+def _mapped(path: str) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .pt, mapped: of the file its table is read."""
+    with open(path, "rb") as file:  # safetensors would not say why it cannot be opened
+        zipped = zipfile.is_zipfile(file)
+    if not path.endswith((".pt", ".bin")):
+        state = load_file(path)  # which raises SafetensorError unless the header fits
+        if strange := [name for name, t in state.items() if t.dtype not in DTYPES]:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(
-                f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}"
+                f"{strange[0]} is of dtype {_name(state[strange[0]])}; expected one of {known}"
             )
-        like = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-        regions[name] = Region(path, 8 + size + entry["data_offsets"][0], like)
-    return regions
+        return state
+    if not zipped:
+        raise ValueError(
+            "is no file of weights, or in a format older than torch 1.6; save model.state_dict() again"
+        )
+    with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ValueError("holds more than tensors by name; save model.state_dict() alone")
+    if sparse := [name for name, t in state.items() if t.layout is not torch.strided]:
+        raise ValueError(f"{sparse[0]} is sparse; save it as a dense tensor")
+    return {name: t.detach() for name, t in state.items()}
 
 
-def _indexed(path: str) -> dict[str, Region]:
+def _indexed(path: str, through: Map) -> dict[str, Region]:
     told = json.loads(Path(path).read_bytes())["weight_map"]
     regions = {}
     for file in sorted(set(told.values())):
         if os.path.basename(file) != file or not file.endswith((".safetensors", ".bin")):
             raise ValueError(f"names {file!r}, which is no .safetensors beside it")
-        regions |= table(os.path.join(os.path.dirname(path), file))
+        regions |= table(os.path.join(os.path.dirname(path), file), through)
     there = {name: os.path.basename(region.file) for name, region in regions.items()}
     if wrong := sorted(
         name for name in told.keys() | there.keys() if told.get(name) != there.get(name)
@@ -136,25 +165,6 @@ def _indexed(path: str) -> dict[str, Region]:
         raise ValueError(
             f"has {wrong[0]} in {told.get(wrong[0])}, but it is in {there.get(wrong[0])}"
         )
-    return regions
-
-
-def _pt(path: str) -> dict[str, Region]:
-    with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
-        state = torch.load(path, map_location="meta", weights_only=True)
-        regions = {}
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise ValueError("holds more than tensors by name; save model.state_dict() alone")
-    for name, t in state.items():
-        offset = t.untyped_storage()._checkpoint_offset
-        if offset is None or not t.is_contiguous():
-            what = (
-                f"{name} is not contiguous"
-                if offset is not None
-                else "is in a format older than torch 1.6"
-            )
-            raise ValueError(f"{what}; save it again")
-        regions[name] = Region(path, offset + t.storage_offset() * t.itemsize, t)
     return regions
 
 
@@ -174,17 +184,21 @@ def listed(number: Counter) -> str:
     return ", ".join(f"{counted(n, 'tensor')} of {dtype}" for dtype, n in number.items())
 
 
+def _bytes_of(t: Tensor):
+    return t.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
 def glimpse(path: str) -> str:
     """What this rank sees at `path`, from the table and some bytes of each tensor; or why it sees nothing."""
     try:
         there = table(path)
         crc = 0
-        for name, (path, offset, like) in there.items():
+        for name, (file, like, own, through) in there.items():
             crc = zlib.crc32(f"{name} {like.shape} {like.dtype}".encode(), crc)
-            with open(path, "rb") as file:
-                for part in range(4):  # from the first bytes to the last
-                    file.seek(offset + max(0, like.nbytes - GLIMPSE) * part // 3)
-                    crc = zlib.crc32(file.read(min(GLIMPSE, like.nbytes)), crc)
+            content = _bytes_of(through.tensor(file, own))
+            for place in range(4):  # from the first bytes to the last
+                first = max(0, like.nbytes - GLIMPSE) * place // 3
+                crc = zlib.crc32(content[first : first + GLIMPSE], crc)
     except (CheckpointError, OSError) as error:
         return f"nothing ({error})"
     return f"{counted(len(there), 'tensor')} of {sum(r.like.nbytes for r in there.values())} bytes, CRC-32 {crc:08x}"
@@ -305,7 +319,8 @@ def write(
 ) -> list[str]:
     """Writes what `read` returns for each name, replacing what is at `path`; returns the names of the files. tensors:
     their shapes and dtypes, on the meta device. about: the metadata of a .safetensors. Above `shard_bytes` this becomes
-    several and an index. All are complete in a temporary directory before they are renamed. Raises CheckpointError."""
+    several and an index; the tensors of one are in memory at a time. All are complete in a temporary directory before
+    they are renamed. Raises CheckpointError."""
     files = _plan(path, tensors, shard_bytes)
     folder = os.path.dirname(path) or "."
     temporary = f"{path}.tmp-{secrets.token_hex(4)}"
@@ -336,11 +351,11 @@ def write(
         for file in made:
             os.replace(os.path.join(temporary, file), os.path.join(folder, file))
         sync(folder)
-    except (OSError, RuntimeError) as error:
-        # torch.save raises RuntimeError on a full disk, without the reason.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # On a full disk torch.save raises RuntimeError without the reason, safetensors an error of its own.
         text = (
             getattr(error, "strerror", None)
-            or f"torch.save failed, as on a full disk ({str(error)[:200]})"
+            or f"saving failed, as on a full disk ({str(error)[:200]})"
         )
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
@@ -384,27 +399,22 @@ def _plan(path: str, tensors: dict[str, Tensor], shard_bytes: float) -> dict[str
 def _write_file(
     path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str]
 ) -> None:
-    """First the file without the tensors' bytes, then those, one tensor at a time, each at its offset."""
     if path.endswith(".pt"):
-        with FakeTensorMode():
-            state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, path)
+        _write_pt(path, tensors, read)
     else:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        header = {"__metadata__": about}
-        end = 0
-        for name, t in tensors.items():
-            begin = end
-            end = end + t.nbytes
-            header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(path, 8 + len(text) + end)
-    regions = table(path)
+        state = {name: read(name).to(t.dtype).contiguous() for name, t in tensors.items()}
+        save_file(state, path, about)
+    sync(path)
+
+
+def _write_pt(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """First the file without the tensors' bytes, then those, one tensor at a time: torch.load says where each goes."""
+    with FakeTensorMode():
+        state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+    places = torch.load(path, map_location="meta", weights_only=True)
     with open(path, "r+b") as file:
         for name, t in tensors.items():
-            file.seek(regions[name].offset)
+            file.seek(places[name].untyped_storage()._checkpoint_offset)
             file.write(_bytes_of(read(name).to(t.dtype)))
-    sync(path)

@@ -1,7 +1,7 @@
 """A trained model as a folder that from_pretrained() opens: --export of finetune.py, or of a checkpoint afterwards.
 
     python -m trainer.finetuning.export runs/a OUT --model DIR     # the newest good step of runs/a, as a new folder OUT
-    export(config, model, group, between)                          # of a run, all ranks; one tensor at a time on rank 0
+    export(config, model, group, between)                          # of a run, all ranks; one file at a time on rank 0
 
 Names and dtypes are those of the files in --model, beside which its config, tokenizer and other small files are copied
 as they are. safetensors alone, an index if there are several. OUT gets its name when all is in it. Exit codes as
@@ -140,8 +140,8 @@ def export(
     group: dist.ProcessGroup | None,
     between: Callable[[], Any] = lambda: None,
 ) -> str:
-    """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time, which
-    rank 0 writes. between: called before each on all ranks. Raises CheckpointError on all ranks."""
+    """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time; rank 0
+    holds those of one file. between: called before each on all ranks. Raises CheckpointError on all ranks."""
     inner = model.model
     alone = bool(c.lora and not c.merge)
     adapters = adapters_in(inner.named_parameters())
