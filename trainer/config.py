@@ -255,7 +255,7 @@ class Output:
     profile: str | None = None
     """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
-    """Print, and draw beside the steps, what memory holds in a step after warm-up."""
+    """Print what memory holds in a step after warm-up; on CUDA also leave a snapshot of it beside the steps."""
     report: bool = False
     """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
