@@ -11,8 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from conversations import PROMPT, REFUSED, SPECIAL, TEMPLATES, TURNS, chats, refuse, steps_of
@@ -20,14 +18,12 @@ from running import ROOT
 
 from model import IGNORE
 from trainer.data import DataError
-from trainer.finetuning.examples import LINE_BYTES
 from trainer.finetuning.sources import check_files
 from trainer.finetuning.templates import NAMED, render, replace_template
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("error")
-TRL = find_spec("trl")  # its templates are read where it is there; not imported
 
 
 def learned_text(stream, number=0):
@@ -50,10 +46,14 @@ LEARNED = {
 @pytest.mark.parametrize("template", LEARNED)
 def test_of_messages_the_answers_are_learned_with_the_token_that_ends_each(batches, tokenizer, template):
     made = tokenizer(template)
-    stream = batches([dict(messages=TURNS)], template, seam="say")
+    stream = batches([dict(messages=TURNS)], template)
     assert learned_text(stream) == LEARNED[template] == learned_text(batches(None, template))
     ids, learned = stream.example(0)
     whole = made.apply_chat_template(TURNS, tokenize=True)["input_ids"]
+    if template == "llama3":  # this tokenizer has the two line breaks before an answer as one token, if nothing follows
+        assert "1 with tokens across the start of an answer, cut there" in stream.description
+        assert made.decode(ids) == made.decode(whole)
+        whole = ids.tolist()
     assert ids.tolist() == whole  # the template's own tokens, so no second bos
     tokens, targets, inputs = next(stream)
     n = len(whole) - 1
@@ -124,20 +124,6 @@ def test_a_completion_of_messages_is_learned_alone(batches, tokenizer):
         assert set(targets[0, len(whole) - 1 :].tolist()) == {-100}
 
 
-def test_offsets_that_leave_out_spaces_do_not_change_what_is_learned(batches, tokenizer):
-    """As those of Llama 3's tokenizer, whose tokens of white space alone have no width."""
-    lines = [dict(messages=TURNS), dict(prompt="One\n\n", completion=" \n\n two \n\n")]
-    for template in ("llama3", "markers"):
-        plain, made = tokenizer(template), tokenizer(template)
-        made.backend_tokenizer.post_processor = tokenizers.processors.Sequence(
-            [tokenizers.processors.ByteLevel(trim_offsets=True), made.backend_tokenizer.post_processor]
-        )
-        one, other = batches(lines, made=plain), batches(lines, made=made)
-        for number in range(2):
-            for a, b in zip(one.example(number), other.example(number), strict=True):
-                assert a.tolist() == b.tolist()
-
-
 @pytest.mark.parametrize("template, found", [
     ("%{{ m.role + ': ' + m.content + '\n' }}%", "around message 4"),
     ("%[INST]{{ m.content }}%", "around message 4"),
@@ -154,35 +140,25 @@ def test_a_template_of_which_the_answers_cannot_be_told_is_refused(batches, temp
     assert found in str(error.value)
 
 
-def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_helps(batches):
-    each = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}%s{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-    opens, closes = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>"
-    off = "{% if enable_thinking is defined and not enable_thinking %}"
-    empty = "{% if m.role == 'assistant' and '<think>' not in m.content %}<think></think>{% endif %}"
-    line, markers = dict(messages=TURNS[:2]), "; put {% generation %}"
-    thought = dict(messages=[TURNS[0], TURNS[1] | dict(content="<think>\nHm.</think>Four.")])
-    for before, prompt, bad, how, fix in [
-        ("", opens, line, "opens", markers), ("", closes, line, "closes", markers),
-        (empty, f"{off}{closes}{{% else %}}{opens}{{% endif %}}", line, "opens", dict(enable_thinking=False)),
-        (empty, f"{off}{opens}{{% else %}}{closes}{{% endif %}}", thought, "closes", dict(enable_thinking=False)),
-    ]:  # fmt: skip
-        template = each.replace("%s", before) + PROMPT.replace("%s", prompt)
-        words = f"an answer that begins as the generation prompt, which {how} <think>, found '<|im_start|>assistant"
-        with pytest.raises(DataError, match="line 1: expected " + re.escape(words)) as error:
-            batches([bad], template)
-        if fix == markers:
-            assert fix in str(error.value)
-        else:
-            assert f'; add "chat_template_kwargs": {json.dumps(fix)} to the line' in str(error.value)
-            batches([bad | dict(chat_template_kwargs=fix)], template)
-    other = each.replace("%s", "") + PROMPT.replace("%s", "<|im_start|>model\n")
-    refuse("begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta", batches, [line], other)
+OPENS, CLOSES = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>"
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<|im_start|>assistant\n{% else %}%s{% endif %}"
 
 
-def owns(name):
-    """Templates of a refused family: one of its structure, and those of TRL where it is there."""
-    files = {"deepseek-r1": ["deepseek_r1_distill", "deepseekv3"], "glm-4.5": ["glm4moe"]}[name] if TRL else []
-    return [REFUSED[name], *((Path(TRL.origin).parent / f"chat_templates/{each}.jinja").read_text() for each in files)]
+@pytest.mark.parametrize(("prompt", "words", "fix"), [
+    (OPENS, "prompt, which opens <think>, found '<.im_start.>assistant", "put {% generation %}"),
+    (CLOSES, "prompt, which closes <think>, found '<.im_start.>assistant", "put {% generation %}"),
+    (SWITCH.replace("%s", OPENS), "prompt, which opens <think>",
+     'add "chat_template_kwargs": {"enable_thinking": false} to the line'),
+    ("<|im_start|>model\n", "prompt, found '<.im_start.>model.n', then '<.im_sta", "put {% generation %}"),
+])  # fmt: skip
+def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_helps(batches, prompt, words, fix):
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    template += PROMPT.replace("%s", prompt)
+    line = dict(messages=TURNS[:2])
+    words = f"line 1: expected an answer that begins as the generation {words}.*; {re.escape(fix)}"
+    refuse(words, batches, [line], template)
+    if "kwargs" in fix:
+        batches([line | dict(chat_template_kwargs=dict(enable_thinking=False))], template)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -197,27 +173,20 @@ def test_a_family_whose_own_template_is_refused_is_trained_with_one_of_ours(batc
                     ["\n<think>Add them.</think>\nFour, my friend.<|user|>"]),
     }[name]  # fmt: skip
     tokens = [*SPECIAL[3:], "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|user|>", "<|assistant|>"]
-    for own in owns(name):
-        made = tokenizer(own, additional_special_tokens=tokens)
-        refuse(f"; add --template {name}$", batches, [dict(messages=TURNS)], made=made)
-        assert f"--template {name}: writes " in replace_template(made, name)
-        for messages, text in zip((again, thought), texts, strict=True):
-            stream = batches([dict(messages=messages)], made=made, vocab=999)
-            assert learned_text(stream, len(stream.data.chosen) - 1) == text
-        for end in (1, 3, 5):  # what a model is asked with is as the family has it
-            both = [render([dict(role="system", content="Be kind.")] * (own in REFUSED.values()) + again[:end],
-                           dict(chat_template=each, bos_token="<s>"), add_generation_prompt=True)[0]
-                    for each in (own, made.chat_template)]  # fmt: skip
-            assert both[0] == both[1]
+    own = REFUSED[name]
+    made = tokenizer(own, additional_special_tokens=tokens)
+    refuse(f"; add --template {name}$", batches, [dict(messages=TURNS)], made=made)
+    assert f"--template {name}: writes " in replace_template(made, name)
+    for messages, text in zip((again, thought), texts, strict=True):
+        stream = batches([dict(messages=messages)], made=made, vocab=999)
+        assert learned_text(stream, len(stream.data.chosen) - 1) == text
+    for end in (1, 3, 5):  # what a model is asked with is as the family has it
+        both = [render([dict(role="system", content="Be kind."), *again[:end]],
+                       dict(chat_template=each, bos_token="<s>"), add_generation_prompt=True)[0]
+                for each in (own, made.chat_template)]  # fmt: skip
+        assert both[0] == both[1]
     with pytest.raises(ValueError, match=f"--template {name}: the model's own template has no "):
         replace_template(tokenizer("qwen2.5"), name)
-
-
-def test_what_a_template_of_ours_does_not_know_is_refused(batches, tokenizer):
-    made = tokenizer(REFUSED["deepseek-r1"], additional_special_tokens=["<｜end▁of▁sentence｜>"])
-    replace_template(made, "deepseek-r1")
-    refuse("a template without the role tool",
-        batches, [dict(messages=[*TURNS, dict(role="tool", content="Sun."), TURNS[1]])], made=made)
 
 
 def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
@@ -226,8 +195,7 @@ def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
             batches, [dict(messages=TURNS)], None, bad_lines=skip)
         refuse("expected an eos token", batches, [dict(text="a")], made=tokenizer(eos=None), bad_lines=skip)
     batches([dict(text="a")], None)  # needs none
-    data = batches(chats(3)).data.data
-    top = int(data.tokens(0, int(data.ends[-1])).max()) >> 1
+    top = batches(chats(3)).data.data.top
     assert batches(chats(3), vocab=top + 1)
     refuse(f"below the model's vocabulary of {top}, found {top}; name the tokenizer", batches, chats(3), vocab=top)
 
@@ -254,18 +222,18 @@ BAD = {
     "not utf-8": (b'{"text": "caf\xe9"}', "UTF-8, found byte 0xe9 at 13"),
     "surrogate": (b'{"text": "a \\ud800 b"}', "half of a surrogate pair"),
     "surrogate in a message": (line(content="\ud800"), "half of a surrogate pair"),
-    "long": (b'{"text": "' + b"a" * LINE_BYTES + b'"}', "at most 10'485'760 bytes, found more"),
     "other keys": (dict(conversations=[], id=1),
                    "messages, prompt and completion .*, found conversations, id; name its columns .--columns "),
     "completion missing": (dict(prompt="a"), "found prompt"),
     "mixed": (dict(prompt="a", completion=[TURNS[1]]), "found prompt, completion"),
-    "messages empty": (dict(messages=[]), "messages, a list"),
+    "messages empty": (dict(messages=[]), "messages, a list of"),
+    "roles of a template": (dict(messages=[TURNS[0], dict(role="tool", content="a"), TURNS[1]]), "no results here"),
     "messages null": (dict(messages=None), "or text, found messages"),
     "role": (line(role="gpt"), "a role of system, .*, found 'gpt' in message 2"),
     "no role": (dict(messages=[dict(content="a")]), "found 'None' in message 1"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
     "content null": (line(content=None), "found empty content in message 2"),
-    "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found image in con"),
+    "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found dict in content"),
     "part in a part": (line(content=[[dict(type="text", text="a")]]), "text parts, as content, found list in content"),
     "part with more": (line(content=[dict(text="a", alt="b")]), "text parts, as content, found dict in content in mes"),
     "number": (line(content=3), "text parts, as content, found int in content in message 2"),
@@ -273,14 +241,14 @@ BAD = {
     "object": (line(content=dict(text="a")), "text parts, as content, found dict in content in message 2"),
     "key twice": (b'{"text": "a", "text": "b"}', "a JSON object, found the key 'text' twice in one object"),
     "special token": (line(content="a<|im_end|>b"), r"special tokens, found <\|im_end\|> in message 2"),
-    "weight": (line(weight=0.5), "weight 0 or 1, train true or false, found weight 0.5 in message 2"),
-    "flags that differ": (line(weight=1, train=False), "found weight 1, train False in message 2"),
-    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "found train True in message 1"),
+    "weight": (line(weight=0.5), r"weight 0 or 1, train true or false, found \[0.5\] in message 2"),
+    "flags that differ": (line(weight=1, train=False), r"found \[1, False\] in message 2"),
+    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "does not say, found 1 in message 1"),
     "nothing to learn": (line(weight=0), r"an answer \(role assistant\) that is learned, found none"),
     "tools": (dict(messages=TURNS, tools=[dict(name="f")]), "what the chat template knows, found tools"),
-    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools, a list of objects or its JSON, found something"),
+    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools, a list of objects or its JSON, found none or"),
     "tools not JSON": (dict(messages=TURNS, tools="f"), "tools, a list of objects or its JSON, found Expecting value"),
-    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "keys that .* reads, found 'tool_calls' in"),
+    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "renders all texts, found no 'f' of the tool_calls"),
     "arguments": (line(tool_calls=[dict(function=dict(name="f", arguments="a"))]), "arguments of a tool call in mess"),
     "list of arguments": (line(tool_calls=[dict(arguments="[1]")]), "arguments of a tool call .*, found list"),
     "function": (line(tool_calls=[dict(function="f")]), "function of a tool call, an object, found str in message 2"),
@@ -298,23 +266,17 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_line_is_named_or_counted(batches, kind):
     bad, words = BAD[kind]
+    template = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no results here') }}{% endfor %}"
+    template += TEMPLATES["qwen2.5"]
     lines = [chats(1)[0], bad, *chats(2)]
     with pytest.raises(DataError, match=rf"chat\.jsonl, line 2: expected .*{words}") as error:
-        batches(lines)
-    fix = "--unknown-keys drop" if "keys that" in words else "--bad-lines skip"
-    assert fix in str(error.value) and "\n" not in str(error.value)
-    stream = batches(lines, bad_lines="skip")
+        batches(lines, template)
+    assert "--bad-lines skip" in str(error.value) and "\n" not in str(error.value)
+    stream = batches(lines, template, bad_lines="skip")
     reasons = re.search(r"3 examples, 1 line left out as bad \((.*): 1; the first: .*line 2: ", stream.description)[1]
     assert "--bad-lines" not in stream.description  # it was given
     assert reasons.startswith("expected ") and not re.search(r"in message \d", reasons)
-    assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none
-    refuse("line 1: expected", batches, [bad], bad_lines="skip")
-
-
-def test_tools_too_deep_for_python_are_a_bad_line(batches):
-    tools = json.loads('[{"a": ' * 450 + "1" + "}]" * 450)
-    template = TEMPLATES["qwen2.5"] + "{% if tools %}{{ tools | tojson }}{% endif %}"
-    refuse("line 1: expected", batches, [dict(messages=TURNS, tools=tools)], template)
+    refuse("line 1: expected", batches, [bad], template, bad_lines="skip")
 
 
 def test_what_others_write_into_lines_changes_nothing(batches):
@@ -324,6 +286,8 @@ def test_what_others_write_into_lines_changes_nothing(batches):
     marked = b"\xef\xbb\xbf" + json.dumps(nulls).encode()
     other = batches([marked, dict(messages=None, text="Two.")])
     assert other.fingerprint == plain.fingerprint
+    assert "left out" not in batches([b" ", *chats(2), b""]).description  # a blank line is none
+    refuse("lines of JSON, found blank ones", batches, [b" "])
 
 
 def test_a_template_that_writes_the_date_writes_the_same_every_day(batches):
@@ -334,19 +298,11 @@ def test_a_template_that_writes_the_date_writes_the_same_every_day(batches):
         template += marks[1] + "{% endfor %}" + PROMPT.replace("%s", "<|im_start|>assistant")
         stream = batches([dict(messages=TURNS)], template)
         assert stream.preview(0, False).startswith("26 Jul 2024|2024-07-26<|im_start|>user")
+    variable = "{% set how = '%Y' %}{{ strftime_now(how) }}" + TEMPLATES["qwen2.5"]
+    refuse("today's date, found strftime_now of a variable", batches, [dict(messages=TURNS)], variable)
 
 
-def test_a_template_whose_date_cannot_be_fixed_is_refused(batches):
-    refuse("a chat template without today's date, found strftime_now of a variable",
-        batches, [dict(messages=TURNS)], "{% set how = '%Y' %}{{ strftime_now(how) }}" + TEMPLATES["qwen2.5"])
-
-
-def test_a_template_may_refuse_a_conversation(batches):
-    twice = dict(messages=[TURNS[0], *TURNS[:2]])
-    refuse("line 2: .* found TemplateError: roles must alternate", batches, [chats(1)[0], twice], "gemma3")
-
-
-def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_heavy_is_imported(tmp_path, batches):
+def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_heavy_is_imported(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):
         (tmp_path / name).write_text('{"text": "a"}\n')
     both = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
@@ -360,12 +316,10 @@ def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_hea
             "for source in sys.argv[1:]:\n"
             "    try: check_files(source, '--eval-data')\n"
             "    except DataError as error: print(error)\n"
-            "assert not {'torch', 'transformers', 'tokenizers', 'jinja2', 'safetensors'} & {*sys.modules}")  # fmt: skip
-    sources = [f"{tmp_path}/{name}" for name in ("empty.jsonl", "missing.jsonl", "*.json", "pipe", "a.CSV")]
-    run = subprocess.run([sys.executable, "-c", code, *sources], env=os.environ | dict(PYTHONPATH=str(ROOT)),
-                         capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
-    found = run.stdout.splitlines()
-    assert len(found) == 5 and all("--eval-data" in each for each in found[:4])
-    assert re.search(r"a\.CSV: expected a \.jsonl, .* found a \.CSV one; save it as lines of JSON", found[4])
-    assert "empty file" in found[0] and "found none" in found[1] and "found none" in found[2] and "pipe" in found[3]
-    refuse("lines of JSON, found blank ones", batches, [b" "])
+            "assert not {'torch', 'transformers', 'tokenizers', 'datasets', 'pyarrow'} & {*sys.modules}")  # fmt: skip
+    words = {"empty.jsonl": "empty file.*--eval", "missing.jsonl": "found none.*--eval", "*.json": "found none.*--eval",
+             "pipe": "pipe or device.*--eval", "a.CSV": "expected a .jsonl, .* found a .CSV one; save it as lines of"}
+    run = subprocess.run([sys.executable, "-c", code, *(f"{tmp_path}/{name}" for name in words)], check=True,
+                         env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    for found, expected in zip(run.stdout.splitlines(), words.values(), strict=True):
+        assert re.search(expected, found)

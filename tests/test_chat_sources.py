@@ -1,6 +1,6 @@
 """Chat data in the files that people have: tables, arrays, folders, mixtures by weight, columns of other programs.
 
-    pytest tests/test_chat_sources.py        # seconds; tables where pyarrow is installed, no network
+    pytest tests/test_chat_sources.py        # seconds, no network
 
 Lines, labels and batches: tests/test_chat.py, tests/test_chat_batches.py.
 """
@@ -8,7 +8,8 @@ Lines, labels and batches: tests/test_chat.py, tests/test_chat_batches.py.
 import importlib.util
 import json
 import shutil
-from itertools import islice
+from datetime import date
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from conversations import chats, jsonl, refuse
 from outcomes import fine, losses, refused
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[hf]'")
 
+import datasets
+import pyarrow.parquet
 from tiny_hf import lines, write_data
 
-from trainer.finetuning import sources
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.columns import Columns, parsed
 from trainer.finetuning.messages import BadLine
@@ -28,36 +31,26 @@ from trainer.finetuning.sources import check_files, records, weighted
 
 pytestmark = pytest.mark.usefixtures("isolated")
 HOW = dict(global_batch=4, seqlen=64, vocab=512, seed=3)
-needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
-TOOLS = [dict(messages=[dict(role="user", content="x"), dict(role="assistant", content="y", tool_calls=[
-    dict(type="function", function=dict(name="find", arguments=dict(a=1)))])], more=None)]  # fmt: skip
+TOOLS = [dict(messages=[dict(role="user", content=content), dict(role="assistant", content="y", tool_calls=[
+    dict(type="function", function=dict(name="find", arguments=arguments))])])
+    for content, arguments in (("x", dict(a=1)), ([dict(type="text", text="x")], dict(b=[1.5, None])))]  # fmt: skip
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    """Rows in the form that the suffix says; .stream: as Arrow's stream, in a .arrow file of a folder of datasets."""
+    """Rows in the form that the suffix says; .stream: the folder that save_to_disk of datasets makes."""
     if path.suffix == ".jsonl":
         jsonl(path, rows)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1))
+        path.write_text("\ufeff " + json.dumps(rows, indent=1))
+    elif path.suffix == ".saved":
+        datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(path, num_shards=2)
     else:
-        import pyarrow
-        from pyarrow import ipc, parquet
-
-        table = pyarrow.Table.from_pylist(rows)
+        table = pyarrow.Table.from_pylist([dict.fromkeys(chain(*rows)) | row for row in rows])
         if path.suffix == ".parquet":
-            parquet.write_table(table, path, row_group_size=7)
-        elif path.suffix == ".arrow":
-            with ipc.new_file(path, table.schema) as file:
-                file.write_table(table, 7)
+            pyarrow.parquet.write_table(table, path, row_group_size=7)
         else:
-            path.mkdir()
-            for number in range(2):  # as datasets' save_to_disk does
-                part = table.slice(number * len(rows) // 2, len(rows) // 2)
-                with ipc.new_stream(path / f"data-0000{number}-of-00002.arrow", table.schema) as file:
-                    file.write_table(part, 7)
-            named = [dict(filename=f"data-0000{number}-of-00002.arrow") for number in range(2)]
-            (path / "state.json").write_text(json.dumps(dict(_data_files=named, _split="train")))
-            (path / "dataset_info.json").write_text("{}")
+            with pyarrow.ipc.new_file(path, table.schema) as file:
+                file.write_table(table, 7)
     return path
 
 
@@ -70,50 +63,49 @@ def same(one, other, count=12):
     return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first[:2], second[:2], strict=True))
 
 
-TABLES = [pytest.param(name, marks=needs_pyarrow) for name in ("a.parquet", "a.arrow", "a.stream")]
-
-
-@pytest.mark.parametrize("name", ["a.json", *TABLES])
+@pytest.mark.parametrize("name", ["[a].parquet", "a.json", "a::b.arrow", "a.saved"])
 def test_the_same_examples_in_another_file_are_the_same_batches_and_may_go_on_a_run(name, tokenizer, tmp_path):
     plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
-    other = batches_of(str(write(tmp_path / name, lines(40))), tokenizer, tmp_path)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / name, lines(40))
+    other = batches_of(str(tmp_path / "folder" / (name if "saved" in name else "")), tokenizer, tmp_path)
     assert same(plain, other) and plain.fingerprint == other.fingerprint
 
 
-@needs_pyarrow
-def test_a_folder_that_datasets_saves_is_read(tokenizer, tmp_path):
-    datasets = pytest.importorskip("datasets", reason="needs datasets")
-    import pyarrow
-
-    table = pyarrow.Table.from_pylist(lines(40))
-    saved = datasets.Dataset(table, fingerprint="a")
-    saved.save_to_disk(tmp_path / "saved", num_shards=3)
-    plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
-    assert same(plain, batches_of(str(tmp_path / "saved"), tokenizer, tmp_path))
-    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "splits")
-    refuse("the splits test, train; name one of these folders", check_files, str(tmp_path / "splits"))
-
-
-@needs_pyarrow
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_what_a_row_of_a_table_lacks_is_not_there(name, tmp_path):
-    """In a table each call of a function has the arguments of all, most of them null."""
-    other = json.loads(json.dumps(TOOLS[0]).replace('"a": 1', '"b": [1.5, null]'))
-    found = [record for *_, record in records([write(tmp_path / name, [*TOOLS, other])])]
-    calls = [record["messages"][1]["tool_calls"][0]["function"]["arguments"] for record in found]
-    assert calls == [dict(a=1), dict(b=[1.5, None])] and "more" not in found[0]
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.saved", "a.jsonl", "a.json"])
+def test_a_row_has_what_was_written_and_no_more(name, tmp_path):
+    """In a table each call of a function has the arguments of all, most of them null, and a date is no text."""
+    rows = [*TOOLS, dict(text="2024-07-26", more=1), dict(text="2024-07-27", image=dict(path="/absent", bytes=None))]
+    if name in ("a.parquet", "a.arrow"):
+        rows = rows[:1] + [json.loads(json.dumps(TOOLS[0]).replace('"a": 1', '"b": [1.5]'))] + rows[2:]
+    else:
+        rows[3].pop("image")
+    (file,) = [each for each in check_files(str(write(tmp_path / name, rows))) if "00001-of" not in each.name]
+    found = [record if isinstance(record, dict) else json.loads(record) for _, record in records(file)]
+    expected = rows[: len(found)]
+    if "image" in expected[-1]:
+        expected[-1]["image"].pop("bytes")
+    assert found == expected
 
 
-@needs_pyarrow
 def test_values_of_a_table_that_json_has_not_are_text(tmp_path):
-    from datetime import date
-
     rows = [dict(text=b"a", when=date(2024, 7, 26)), dict(text=b"\xff", when=None)]
-    assert [each for *_, each in records([write(tmp_path / "a.parquet", rows)])] == [
+    assert [each for _, each in records(write(tmp_path / "a.parquet", rows))] == [
         dict(text="a", when="2024-07-26"), dict(text="\udcff")]  # fmt: skip
 
 
-@needs_pyarrow
+@pytest.mark.parametrize("named", ["/absent/a.png", "https://127.0.0.1:9/a.png"])
+def test_a_column_of_images_does_not_open_what_it_names(named, tmp_path, monkeypatch):
+    """datasets itself would read the file, or ask another machine for it."""
+    features = datasets.Features(text=datasets.Value("string"), image=datasets.Image())
+    rows = datasets.Dataset.from_dict(dict(text=["a"], image=[named]), features=features)
+    pyarrow.parquet.write_table(rows.data.table, tmp_path / "a.parquet")
+    assert datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(tmp_path / "a.parquet")) == features
+    calls = []
+    monkeypatch.setattr("socket.socket.connect", lambda *given: calls.append(given))
+    assert [each["text"] for _, each in records(tmp_path / "a.parquet")] == ["a"] and not calls
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_damaged_table_and_a_bad_row_are_named(name, tokenizer, tmp_path):
     path = write(tmp_path / name, [*lines(3), dict(messages=[dict(role="user", content="x")])])
@@ -122,47 +114,51 @@ def test_a_damaged_table_and_a_bad_row_are_named(name, tokenizer, tmp_path):
     refuse(rf"{name}: expected a {path.suffix} file", batches_of, str(path), tokenizer, tmp_path)
 
 
-def test_tables_without_pyarrow_are_refused_before_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    refuse(r"a.parquet: expected pyarrow, to read it, found none; pip install",
-        check_files, str(tmp_path / "a.parquet"))
-
-
-def test_arrays_are_read_a_part_at_a_time_and_what_is_wrong_in_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE", 16)
-    rows = [dict(text="ab" * n, more=[n, {"[": "]"}]) for n in range(30)]
+def test_what_is_wrong_in_an_array_is_named(tmp_path):
     path = tmp_path / "a.json"
-    for indent in (None, 2):
-        path.write_text("\ufeff " + json.dumps(rows, indent=indent))
-        assert [json.loads(each) for *_, each in records([path])] == rows
-    path.write_text('[{"text": "a"}, {"text": ]')
-    refuse("a.json, after element 1: expected an array of JSON, found Expecting value", list, records([path]))
-    path.write_text('[{"text": "a"}')
-    refuse("after element 1: expected an array", list, records([path]))
+    for text, found in (('[{"text": "a"}, {"text": ]', "Expecting value: line 1"), ('[{"text": "a"}', "Expecting ','"),
+                        ('[{"a": 1, "a": 2}]', "the key 'a' twice in one object")):  # fmt: skip
+        path.write_text(text)
+        refuse(f"a.json: expected an array of JSON, found {found}", list, records(path))
     path.write_text('{"text": "a"}\n{"text": "b"}\n')  # lines, whatever it is called
-    assert [each for *_, each in records([path])] == [b'{"text": "a"}\n', b'{"text": "b"}\n']
+    assert [each for _, each in records(path)] == [b'{"text": "a"}\n', b'{"text": "b"}\n']
 
 
-def test_a_folder_has_files_of_one_kind(tmp_path):
+def test_without_datasets_files_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refuse(r"a.jsonl: expected the library datasets, to read it, found none; pip install",
+        check_files, str(write(tmp_path / "a.jsonl", lines(1))))
+
+
+FOLDERS = [  # files with what is in them, and what is said
+    (dict(a=".jsonl", c=".parquet"), r"files of one kind, found .jsonl and .parquet; name a pattern in --data"),
+    ({"train-0": ".jsonl", "sub/test-0": ".jsonl"}, r"of one split, found test and train; .*/\*\*/train\*.jsonl"),
+    ({"dataset_dict": ".json", "train/a": ".arrow", "test/a": ".arrow"}, "found the splits test, train; name one of"),
+    (dict(state=".json", dataset_info=".json"), "state.json: expected what datasets saves, found KeyError"),
+]
+
+
+@pytest.mark.parametrize(("files", "found"), FOLDERS)
+def test_a_folder_has_files_of_one_kind_and_one_split(files, found, tmp_path):
+    for name, suffix in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}{suffix}").write_text("{}")
+    refuse(found, check_files, str(tmp_path))
+
+
+def test_a_folder_may_have_other_json_beside_its_files(tmp_path):
     for name in ("a.jsonl", "about.json", "b.jsonl"):
         (tmp_path / name).write_text("{}")
     assert [each.name for each in check_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
-    (tmp_path / "c.parquet").write_text("{}")
-    refuse(r"files of one kind, found .jsonl and .parquet; name a pattern in --data", check_files, str(tmp_path))
-    for name in ("train-0.jsonl", "test-0.jsonl"):
-        (tmp_path / "hub/data").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "hub/data" / name).write_text("{}")
-    refuse(r"of one split, found test and train; name .*hub/\*\*/train\*.jsonl", check_files, str(tmp_path / "hub"))
-    assert [each.name for each in check_files(f"{tmp_path}/hub/**/train*.jsonl")] == ["train-0.jsonl"]
-    (tmp_path / "splits/train").mkdir(parents=True)
-    (tmp_path / "splits/dataset_dict.json").write_text("{}")
-    refuse("expected one dataset, found the splits train; name one of these folders",
-        check_files, str(tmp_path / "splits"))
-    (tmp_path / "saved").mkdir()
-    for name in ("state.json", "dataset_info.json"):
-        (tmp_path / "saved" / name).write_text("{}")
-    refuse(r"saved/state.json: expected what datasets saves, found KeyError", check_files, str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("named", ["../secret.arrow", "/etc/hostname", "link.arrow", "sub/../../secret.arrow"])
+def test_a_saved_folder_that_names_files_outside_of_itself_is_refused(named, tmp_path):
+    write(tmp_path / "secret.arrow", lines(2))
+    folder = write(tmp_path / "a.saved", lines(2))
+    (folder / "link.arrow").symlink_to(tmp_path / "secret.arrow")
+    (folder / "state.json").write_text(json.dumps(dict(_data_files=[dict(filename=named)])))
+    refuse("state.json: expected files of its folder, found .*(secret|link|hostname)", check_files, str(folder))
 
 
 # ------------------------------------------------------------------------------------------------- mixtures by weight
@@ -182,24 +178,6 @@ def test_each_epoch_of_a_mixture_has_exactly_its_shares_and_passes_each_source_e
         for own in (counts[:a], counts[a:]):
             assert own.max() - own.min() <= 1
     assert f"{mixed.shares[0] / rows:.1%} from {paths[0]} ({mixed.shares[0] / a:.2f} passes)" in mixed.description
-
-
-@pytest.mark.parametrize("kind", [".jsonl", pytest.param(".parquet", marks=needs_pyarrow)])
-def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_other_files(kind, tokenizer, tmp_path):
-    def mixed(suffix, **changes):
-        paths = [write(tmp_path / f"{n}{suffix}", rows) for n, rows in (("a", lines(30)), ("b", chats(12)))]
-        return batches_of([f"{paths[0]}:0.7", f"{paths[1]}:0.3"], tokenizer, tmp_path, hold_out=True, **changes)
-
-    one = [next(batches)[:2] for batches in [mixed(".jsonl")] for _ in range(25)]
-    ranks = [mixed(kind, rank=rank, world=2) for rank in range(2)]
-    resumed = mixed(kind)
-    resumed.sample = 4 * 10
-    for number, (tokens, targets) in enumerate(one):
-        parts = [next(each)[:2] for each in ranks]
-        assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
-        if number >= 10:
-            assert torch.equal(next(resumed)[1], targets)
-    assert resumed.fingerprint == mixed(".jsonl").fingerprint and len(resumed.held) == 2  # one of each
 
 
 def test_without_weights_several_sources_are_one(tokenizer, tmp_path):

@@ -8,11 +8,10 @@ On a CPU, with templates that do as known families do. Which tokens are learned:
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
-from conversations import FAMILIES, TEMPLATES, TURNS, refuse
-from test_chat import TRL, learned_text
+from conversations import FAMILIES, TURNS, refuse
+from test_chat import learned_text
 
 from trainer.data import DataError
 
@@ -53,7 +52,7 @@ ROLES = st.builds("".join, st.tuples(st.sampled_from(["", "system ", "developer 
 @st.composite
 def lines(draw):
     messages = []
-    others = draw(st.sampled_from([0, 0, 1, 2]))  # keys that few templates know
+    others = draw(st.sampled_from([0, 0, 0, 1, 2]))  # keys that few templates know
     for role in draw(ROLES).split():
         known = OF_ASSISTANT if role == "assistant" and draw(st.booleans()) else {}
         messages.append(draw(st.fixed_dictionaries(dict(role=st.just(role), content=CONTENT), optional=known)))
@@ -63,63 +62,42 @@ def lines(draw):
     return dict(messages=json.loads(re.sub("@", lambda _: f"w{next(count)}x", json.dumps(messages))))
 
 
-def good_lines(batches, made, count):
-    """Of so many lines those that are not reported; asserts that each of their words is in an example, but for
-    those of keys that were asked to be dropped and are counted."""
+@pytest.mark.parametrize("template", FAMILIES)
+def test_any_text_in_any_field_is_in_an_example_or_its_line_is_reported(batches, tokenizer, template):
+    made = tokenizer(template)
     good = []
 
-    @settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck,
+    @settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck,
               phases=[Phase.generate, Phase.shrink])  # fmt: skip
-    @given(lines(), st.sampled_from(["drop", "refuse"]))
-    def check(line, rule):
+    @given(lines())
+    def check(line):
         try:
-            stream = batches([line], made=made, seqlen=10_000, vocab=9999, unknown_keys=rule)
+            stream = batches([line], made=made, seqlen=10_000, vocab=9999)
         except DataError as error:
             assert re.search(r"line 1: expected .*(message \d+|answer|template)", str(error)), error
             return
-        dropped = re.findall("with '(.*?)' of a message dropped", stream.description)
-        assert rule == "drop" or not dropped
-        kept = [{key: each for key, each in turn.items() if key not in dropped} for turn in line["messages"]]
         shown = "\n".join(stream.preview(i, False) for i in range(len(stream.data.chosen)))
-        assert not [word for word in re.findall(r"w\d+x", json.dumps(kept)) if word not in shown], shown
+        assert not [word for word in re.findall(r"w\d+x", json.dumps(line)) if word not in shown], shown
         good.append(line)
 
     check()
-    return good
-
-
-@pytest.mark.parametrize("template", FAMILIES)
-def test_any_text_in_any_field_is_in_an_example_or_its_line_is_reported(batches, tokenizer, template):
-    good = good_lines(batches, tokenizer(template), 150)
     assert len(good) > 20 or template == "short", len(good)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(TRL is None, reason="needs TRL's templates: pip download trl --no-deps, unpacked, in PYTHONPATH")
-def test_any_text_is_in_an_example_or_reported_with_the_templates_of_known_families(batches, tokenizer):
-    total = 0
-    for path in sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")):
-        template = path.read_text()
-        special = {*re.findall(r"<[|｜][^<>|｜]+[|｜]>|<\w+\|>|<\|\w+>|<\w+_of_\w+>|\[/?INST\]|\[\w+\]", template)}
-        made = tokenizer(template, additional_special_tokens=sorted(special))
-        total += len(good_lines(batches, made, 60))
-    assert total > 1000, total
 
 
 DROPPED = [
     ("no developer", [dict(role="developer", content="a"), USER, ANSWER], "no 'a' of the content in message 1 (dev"),
     ("no developer", [dict(role="developer", content="user"), USER, ANSWER], "no 'user' of the content in message 1"),
     ("no developer", [ANSWER | dict(role="developer"), USER, ANSWER], "of the content in message 1 (developer)"),
-    ("content alone", [USER, ANSWER | dict(reasoning_content="Hm.")], "'reasoning_content' in message 2; leave it o"),
-    ("content alone", [USER, ANSWER | dict(thinking="Four")], "found 'thinking' in message 2"),
-    ("content alone", [USER, ANSWER | dict(function_call=dict(name="f"))], "found 'function_call' in message 2"),
-    ("content alone", [USER | dict(name="Bob"), ANSWER], "the chat template reads, found 'name' in message 1"),
-    ("content alone", [USER, ANSWER | dict(cache=True)], "found 'cache' in message 2"),
-    ("content alone", [USER, called(), dict(role="tool", content="Sun."), ANSWER], "found 'tool_calls' in mes"),
+    ("content alone", [USER, ANSWER | dict(reasoning_content="Hm.")], "no 'Hm.' of the reasoning_content in message 2"),
+    ("content alone", [USER, ANSWER | dict(thinking="Four")], "no 'Four' of the thinking in message 2"),
+    ("content alone", [USER, ANSWER | dict(function_call=dict(name="f"))], "no 'f' of the function_call in message 2"),
+    ("content alone", [USER | dict(name="Bob"), ANSWER], "no 'Bob' of the name in message 1 (user); give it a role"),
+    ("content alone", [USER, ANSWER | dict(cache=True)], "no 'true' of the cache in message 2"),
+    ("content alone", [USER, called(), dict(role="tool", content="Sun."), ANSWER], "of the tool_calls in message 2"),
     ("no thoughts", [USER, ANSWER | dict(content="<think>\nHm.\n</think>\n\nFour.")], "no '<think>' of the content"),
     ("no thoughts", [USER | dict(content="a </think> b"), ANSWER], "no 'a' of the content in message 1 (user)"),
     ("short", [USER, ANSWER], "no 'What is two and two?' of the content in message 1 (user)"),
-    ("arguments as sent", [USER, called() | dict(content="Let me see.")], "found 'tool_calls' in message 2"),
+    ("arguments as sent", [USER, called() | dict(content="Let me see.")], "of the tool_calls in message 2"),
 ]  # fmt: skip
 
 
@@ -130,35 +108,6 @@ def test_what_a_template_drops_is_named_even_where_the_same_words_stand_elsewher
     stream = batches([good, dict(messages=messages), dict(messages=messages)], template, bad_lines="skip")
     assert re.search(r"2 lines left out as bad \(expected [^;]*: 2; the first: ", stream.description)
     assert found in stream.description
-
-
-def test_unknown_keys_are_dropped_where_that_is_asked_for_and_counted_by_name(batches):
-    named = [dict(role=each["role"], content=each["content"], name="Bob", uid=7) for each in TURNS]
-    stream = batches([dict(messages=named), dict(messages=TURNS)], "content alone", unknown_keys="drop")
-    plain = batches([dict(messages=TURNS)] * 2, "content alone")
-    assert stream.fingerprint == plain.fingerprint
-    assert "1 with 'name' of a message dropped, 1 with 'uid' of a message dropped" in stream.description
-    thoughts = [dict(messages=[USER, ANSWER | dict(reasoning_content="Hm.")])]
-    dropped = batches(thoughts, "content alone", unknown_keys="drop")
-    assert "1 with 'reasoning_content' of a message dropped" in dropped.description
-    assert "a message dropped" not in batches(thoughts, "all", unknown_keys="drop").description  # it is read there
-    # Content is no key to be dropped.
-    thought = [dict(messages=[USER, ANSWER | dict(content="<think>a</think>b")])]
-    refuse("no '<think>' of the content in message 2", batches, thought, "no thoughts", unknown_keys="drop")
-    # Nothing is left of it.
-    refuse("empty content in message 2",
-        batches, [dict(messages=[USER, called()])], "content alone", unknown_keys="drop")
-
-
-def test_a_switch_that_a_template_reads_is_no_text(batches):
-    template = TEMPLATES["content alone"].replace("m.content", "(m.content.upper() if m.loud == 'yes' else m.content)")
-    refuse("found 'loud' in message 1", batches, [dict(messages=[USER | dict(loud="no"), ANSWER])], template)
-    # It is changed.
-    refuse("no 'What is two and two.' of the content in message 1",
-        batches, [dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
-    template = TEMPLATES["content alone"].replace("m.content", "m.content + ('!' if m.loud == 'yes' else '')")
-    stream = batches([dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
-    assert "What is two and two?!" in stream.preview(0, False)
 
 
 def test_thoughts_that_a_template_drops_later_are_in_the_example_of_their_own_answer(batches):

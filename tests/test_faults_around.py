@@ -31,7 +31,7 @@ from trainer import checks
 from trainer import config as flags
 from trainer.checkpoint import lock
 from trainer.costs import measured
-from trainer.data import DataError, readable
+from trainer.data import DataError
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag
@@ -69,7 +69,7 @@ def tokens(folder, tokenizer, **cache):
     path = folder / "chat.jsonl"
     path.write_text(json.dumps(dict(text="What is kept in a cache?")) + "\n")
     data = examples.tokenised([path], tokenizer, examples.Rules(), **cache)
-    return data.tokens(0, int(data.ends[-1])).tolist()
+    return data[0][0].tolist()
 
 
 def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, monkeypatch, capsys):
@@ -87,10 +87,11 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     other = tokenizer("qwen2.5", eos="<|begin|>")
     cache = tmp_path / "cache"
     right = tokens(tmp_path, one, cache=str(cache))
-    (first,) = cache.glob("*.safetensors")
+    (first,) = filter(Path.is_dir, cache.iterdir())
     assert tokens(tmp_path, other, cache=str(cache)) != right
-    (second,) = {*cache.glob("*.safetensors")} - {first}
-    shutil.copy(second, first)
+    (second,) = {*filter(Path.is_dir, cache.iterdir())} - {first}
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
     assert tokens(tmp_path, one, cache=str(cache)) == right
     assert "is made again" in capsys.readouterr().out
 
@@ -98,13 +99,13 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
 @pytest.mark.parametrize("cut", [0, 0.5])
 @pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
 def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, tune, tmp_path, monkeypatch):
-    """It is read by offset; a mapped file would end the process with SIGBUS."""
+    """It is mapped: a page that is no longer there would end the process with SIGBUS."""
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
     real = chat.ChatBatches.__next__
 
     def shrink(self):
         if self.sample == 8:
-            (path,) = (tmp_path / "cache").rglob("*.safetensors")
+            (path,) = (tmp_path / "cache").rglob("*.arrow")
             os.truncate(path, int(cut * path.stat().st_size))
         return real(self)
 
@@ -120,18 +121,17 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
     assert "is damaged and is made again" in again.out
 
 
-def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
+def test_a_table_that_shrinks_while_it_is_read_is_read_from_its_copy(tmp_path):
     """A mapped file would end the process with SIGBUS."""
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": [f"{i}" * 99 for i in range(9999)]})
     path = tmp_path / "a.arrow"
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
         out.write_table(table, max_chunksize=99)
-    found = sources.records([path])
+    found = sources.records(path)
     next(found)
     os.truncate(path, path.stat().st_size // 3)
-    with pytest.raises(DataError, match=f"{path}: expected readable data, found File too short"), readable("others"):
-        list(found)
+    assert len([*found]) == 9998
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -236,19 +235,16 @@ def test_a_preview_marks_what_is_learned(qwen, capsys):
     finetune.show(c, 1)
     shown = capsys.readouterr().out
     assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in shown
-    assert "--seam" not in shown
+    assert "is cut there" not in shown
 
 
-@pytest.mark.parametrize("seam", ["split", "say", "refuse"])
-def test_a_preview_says_if_a_token_lies_across_the_start_of_what_is_learned(seam, qwen, tmp_path, capsys):
+def test_a_preview_says_if_a_token_lies_across_the_start_of_what_is_learned(qwen, tmp_path, capsys):
     (tmp_path / "across.jsonl").write_text('{"prompt": "What is 0 pl", "completion": "us 0?"}\n')
-    c = config.parse(["--model", str(qwen), "--data", str(tmp_path / "across.jsonl"), "--seam", seam])
-    with pytest.raises(SystemExit) if seam == "refuse" else nullcontext():
-        finetune.show(c, 1)
-    shown, error = capsys.readouterr()
-    text = dict(split="What is 0 pl[[us 0?<|im_end|>]]", say="What is 0[[ plus 0?<|im_end|>]]", refuse="")[seam]
-    assert text in shown and (f"over the start of an answer: --seam {seam}" in shown) == bool(text)
-    assert ("expected a token that ends where an answer begins, found 't is 0 pl' + 'us 0?'" in error) == (not text)
+    finetune.show(config.parse(["--model", str(qwen), "--data", str(tmp_path / "across.jsonl")]), 1)
+    assert (
+        "What is 0 pl[[us 0?<|im_end|>]]\nthe tokenizer merges text over the start of an answer, which is cut there"
+        in capsys.readouterr().out
+    )
 
 
 MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"

@@ -16,7 +16,9 @@ What a line may be, and which of its tokens are learned, is told in examples.py.
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -35,7 +37,7 @@ from trainer.data import (
 )
 from trainer.distributed.terminal import counted, shown
 from trainer.distributed.terminal import grouped as _n
-from trainer.finetuning.examples import tokenised, told
+from trainer.finetuning.examples import error_of, tokenised
 from trainer.finetuning.messages import LEAVE_OUT
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     Batch = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens [B, T], targets [B, T], more inputs
 
 Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
+NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
 
@@ -90,56 +93,49 @@ class Examples:
         self.files = [*chain.from_iterable(found)]
         if len({*map(Path.resolve, self.files)}) < len(self.files):
             raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
-        self.data = tokenised(self.files, tokenizer, rules, cache, flag)
-        ends = self.data.ends
-        about = self.data.about
-        if (top := about["top"]) >= vocab:
+        data = self.data = tokenised(self.files, tokenizer, rules, cache, flag)
+        if data.top >= vocab:
+            expected = f"token ids below the model's vocabulary of {_n(vocab)}"
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
-            raise unusable(
-                source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix
-            )
-        self.starts = np.r_[0, ends[:-1]]
-        self.sizes = np.diff(ends, prepend=0)
+            raise unusable(source, expected, _n(int(data.top)), fix)
         # Tokens of each but its last, which is a target alone.
-        self.inputs = np.minimum(self.sizes - 1, seqlen)
-        self.labels = self.data.labels.copy()
-        cut = np.flatnonzero(self.sizes > seqlen + 1)
-        for each in cut:
-            self.labels[each] = self[each][1][1:].sum()
+        self.inputs = np.clip(data.sizes - 1, 0, seqlen)
+        self.labels = data.labels(seqlen + 1)
         self.chosen = np.flatnonzero(self.labels)
         # Tokens that stand in a row for an example and for others: of none until `families`.
         self.shared = np.zeros_like(self.inputs)
-        # Of each example.
-        file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")
-        # The number of its source.
-        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]
-        notes = {
-            f"cut to {_n(seqlen + 1)} tokens": len(cut),
-            "dropped for want of a label": len(ends) - len(self.chosen),
-            **about["counts"],
-        }
-        self.words = f"{counted(len(self.files), 'file')}, {counted(len(ends), 'example')}"
-        self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
-        if bad := sum(about["reasons"].values()):
-            self.words += f", {counted(bad, 'line')} left out as bad"
-        reasons = "".join(
-            f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items()
-        )
-        for first in about["bad"]:
-            why = str(told(self.files, first)).removesuffix(LEAVE_OUT)
-            self.words += f" ({reasons}the first: {why})"
+        # The number of its source, of each example.
+        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[data.file]
+        self.words = self._described(int((data.sizes > seqlen + 1).sum()), seqlen)
         if not len(self.chosen):
-            raise unusable(
-                source, "an example with a label", self.words, "raise --seqlen or name other data"
-            )
+            fix = "raise --seqlen or name other data"
+            raise unusable(source, "an example with a label", self.words, fix)
+
+    def _described(self, cut: int, seqlen: int) -> str:
+        """How many examples there are, and what became of the lines, for people."""
+        data = self.data
+        count = int((data.sizes > 0).sum())
+        notes = {
+            f"cut to {_n(seqlen + 1)} tokens": cut,
+            "dropped for want of a label": count - len(self.chosen),
+            **data.notes,
+        }
+        words = f"{counted(len(self.files), 'file')}, {counted(count, 'example')}"
+        words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
+        if data.bad:
+            reasons = Counter(NUMBER.sub("", row["bad"][0]) for row in data.bad)
+            words += f", {counted(len(data.bad), 'line')} left out as bad ("
+            words += "".join(f"expected {what}: {_n(count)}; " for what, count in reasons.items())
+            words += f"the first: {error_of(self.files, data.bad[0])}".removesuffix(LEAVE_OUT) + ")"
+        return words
 
     def __getitem__(self, number: int) -> Example:
         return self.piece(number, 0, int(self.inputs[number]))
 
     def piece(self, number: int, start: int, end: int) -> Example:
         """The inputs from number `start` to `end` of an example, and the target of the last."""
-        tokens = self.data.tokens(int(self.starts[number]) + start, end - start + 1)
-        return tokens >> 1, tokens & 1 == 1
+        ids, learned = self.data[number]
+        return ids[start : end + 1], learned[start : end + 1]
 
     def families(self, chosen: np.ndarray, room: int) -> list[list[int]]:
         """Examples of one line that begin alike and together have room in a row, the last one of them last: the others
@@ -299,7 +295,7 @@ class ChatBatches(ReadAhead):
         self.tokens, self.labels = (
             int(n[first].sum()) for n in (self.data.inputs - self.data.shared, self.data.labels)
         )
-        digests = [each.data.about["digest"] for each in (self.data, self.other)]
+        digests = [each.data.digest for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
         same += () if self.shares is None else (self.sizes, self.shares)
         same += ("shared",) * self.until
@@ -319,9 +315,12 @@ class ChatBatches(ReadAhead):
             ]
             words += f", in an epoch {', '.join(parts)}"
         words += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
-        words += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"
-        words += f"; {1 - self.tokens / self._room(chosen):.1%} of the rows is padding"
-        return words + self._split(chosen)
+        words += f"are learned, the longest of {_n(self.data.data.sizes[chosen].max())}"
+        if self.pad != "longest":
+            padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
+            words += f"; {padding:.1%} of the rows is padding"
+        shared = int(self.data.shared.sum())
+        return words + f"; {_n(shared)} tokens stand once for several examples" * (shared > 0)
 
     def _in_rows(self, examples: Examples, chosen: np.ndarray) -> Sequence[Sequence[int]]:
         if self.pad != "pack":
@@ -330,33 +329,6 @@ class ChatBatches(ReadAhead):
         own = examples.inputs - examples.shared
         rows = pack(np.array([own[each].sum() for each in families]), self.seqlen)
         return [np.concatenate([families[i] for i in row]) for row in rows]
-
-    def _split(self, chosen: np.ndarray) -> str:
-        """What the lines cost that are several examples, for people."""
-        lines = self.data.data.lines
-        _, line, counts = np.unique(lines[chosen], return_inverse=True, return_counts=True)
-        split = chosen[counts[line] > 1]
-        if not len(split):
-            return ""
-        tokens, shared = (int(n[split].sum()) for n in (self.data.inputs, self.data.shared))
-        last = np.diff(lines[split], append=-1) != 0
-        whole = int(self.data.inputs[split[last]].sum())
-        words = f"; what is split has {_n(tokens)} tokens in place of {_n(whole)} ({tokens / whole:.1f} times)"
-        return words + f", {_n(tokens - shared)} in rows that share beginnings" * (shared > 0)
-
-    def _width(self, longest: np.ndarray) -> np.ndarray:
-        """Tokens in a row of each batch of pad="longest", of the tokens of its longest row."""
-        unit = shortest_of(self.seqlen)
-        return np.minimum(self.seqlen, -(-longest // unit) * unit)
-
-    def _room(self, chosen: np.ndarray) -> int:
-        """Tokens and padding in the first epoch."""
-        if self.pad != "longest":
-            return self.epoch_samples * self.seqlen
-        order = chosen[[self.position(i) for i in range(self.epoch_samples)]]
-        firsts = np.arange(0, len(order), self.global_batch)
-        widths = self._width(np.maximum.reduceat(self.data.inputs[order], firsts))
-        return int(widths @ np.diff(firsts, append=len(order)))
 
     __next__ = ReadAhead.taken
 
@@ -391,8 +363,8 @@ class ChatBatches(ReadAhead):
             if most is not None and len(words) > most:
                 words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
             text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
-        note = f"\nthe tokenizer merges text over the start of an answer: --seam {self.rules.seam}"
-        return text + note * bool(self.data.data.seams[self.data.chosen[number]])
+        note = "\nthe tokenizer merges text over the start of an answer, which is cut there"
+        return text + note * bool(self.data.data.across[self.data.chosen[number]])
 
     @property
     def ends(self) -> set[int]:
@@ -450,6 +422,8 @@ class ChatBatches(ReadAhead):
         self, examples: Examples, rows: Sequence[Sequence[int]], blank: bool = False
     ) -> Batch:
         """This rank's part of a global batch of `rows`, which may be too few for it; blank: padding alone."""
+        if not blank:
+            examples.data.check()
         import torch
 
         from lean import IGNORE
@@ -457,7 +431,9 @@ class ChatBatches(ReadAhead):
         B = self.rows
         T = self.seqlen
         if self.pad == "longest":
-            T = int(self._width(max(examples.inputs[row].sum() for row in rows)))
+            longest = int(max(examples.inputs[row].sum() for row in rows))
+            unit = shortest_of(self.seqlen)
+            T = min(self.seqlen, -(-longest // unit) * unit)
         tokens = np.full((B, T), self.filler)
         targets = np.full((B, T), IGNORE)
         positions = np.tile(np.arange(T), (B, 1))

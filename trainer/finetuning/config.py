@@ -86,13 +86,6 @@ class Tuning(flags.Optimization):
     their beginning."""
     bad_lines: Literal["stop", "skip"] = "stop"
     """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
-    unknown_keys: Literal["refuse", "drop"] = "refuse"
-    """What to do with a key of a message that the chat template does not read: take the line for one that cannot be
-    used, or leave the key out, counted by name."""
-    seam: Literal["split", "say", "refuse"] = "split"
-    """What to do where the tokenizer merges the end of a prompt with the start of its answer: cut the text there, as
-    the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
-    for one that cannot be used."""
     template: str | None = None
     """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it, or
     the name of one of ours: deepseek-r1, glm-4.5. Where it writes another text than the tokenizer's, a line says so."""
@@ -153,8 +146,13 @@ class Config(flags.Config):
 
     def misfits(self, started: int) -> list[tuple]:
         """As of main.py's flags, without those of a shape and of flags that finetune.py does not have."""
-        shared = [*flags.run_misfits(self, started, self.world or started), *flags.step_misfits(self)]
-        same = None not in (self.prepared, self.save) and os.path.realpath(self.prepared) == os.path.realpath(self.save)
+        shared = [
+            *flags.run_misfits(self, started, self.world or started),
+            *flags.step_misfits(self),
+        ]
+        same = None not in (self.prepared, self.save) and os.path.realpath(
+            self.prepared
+        ) == os.path.realpath(self.save)
         return [
             ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
             ("export", self.export is not None and dict(world=self.world),
@@ -188,7 +186,10 @@ class Config(flags.Config):
         """With the model's shape, and the steps that --epochs of an epoch of so many rows take."""
         needed = max(1, math.ceil(self.epochs * rows / self.effective_batch))
         steps = needed if self.steps is None else self.steps
-        return replace(self, training=replace(self.training, depth=depth, width=width, vocab=vocab, steps=steps))
+        return replace(
+            self,
+            training=replace(self.training, depth=depth, width=width, vocab=vocab, steps=steps),
+        )
 
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
@@ -200,7 +201,9 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
         if c.arguments is None:
             raise ValueError(f"{flags.written(c, 'template_args')}: must be a JSON object")
         if c.eval_data is not None and weighted([c.eval_data], "--eval-data")[0][1] is not None:
-            raise ValueError(f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern")
+            raise ValueError(
+                f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern"
+            )
     except ValueError as error:
         fail(str(error), rank)
     for name, what in (("model", "the folder of a model"), ("data", "files of examples"),

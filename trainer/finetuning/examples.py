@@ -9,124 +9,116 @@ messages the answers of the assistant are learned, each with the token that ends
 completion and of a text all of it, and the tokenizer's eos after it. What comes after the last answer is cut off and
 counted. Anything else that a template does not render makes the line a bad one (templates.py).
 
-What is made goes to disk at once, so that memory does not grow with the tokens. It is kept in one file, named by a hash
-of all that it depends on: the content of the data, the tokenizer with its template, versions. A process that makes it
-holds a lock, so that the other ranks and jobs wait for it, and writes it as a whole. A damaged file is made again.
-Without such a folder or lock, every process tokenises for itself.
+`datasets` writes the examples to Arrow files as they are made, and maps these into memory, so that memory does not grow
+with the tokens. Their folder is named by a hash of all that they depend on: the content of the data, the tokenizer with
+its template, versions. A process that makes it holds a lock, so that the other ranks and jobs wait for it. A damaged
+folder is made again. Without a place for it, every process tokenises for itself.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
-import math
 import os
-import re
+import shutil
 import tempfile
-from array import array
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache
-from itertools import chain, pairwise
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data import DataError, readable, reader, unusable
-from trainer.distributed.terminal import grouped, one_line, tell
+from trainer.data import DataError, readable, unusable
+from trainer.distributed.terminal import one_line, tell
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import Columns
-from trainer.finetuning.messages import SKIP, BadLine
-from trainer.finetuning.sources import LINE_BYTES, place, records
+from trainer.finetuning.messages import BadLine
+from trainer.finetuning.sources import parsed, place, records
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+    from pyarrow import ChunkedArray
     from transformers import PreTrainedTokenizerFast
 
-# Of the cached file and of the rules by which it is made: a change of either needs another number.
-FORMAT = 8
-NUMBER = re.compile(r" in message \d+")  # is not part of a reason
+# Of the rules by which examples are made: a change of them needs another number.
+FORMAT = 9
+# Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
+Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
+ACROSS = "with tokens across the start of an answer, cut there"
 
 
-# (first token, how many) -> [n]; DataError where the file has shrunk.
-Read = Callable[[int, int], np.ndarray]
-
-
-class Tokenised(NamedTuple):  # N tokens of E examples, each of these of int64
-    ends: np.ndarray  # [E]: where each example ends
-    lines: np.ndarray  # [E]: the line that it is of, counted over all files
-    labels: np.ndarray  # [E]: how many tokens of it are learned, but for its first
-    seams: np.ndarray  # [E]: 1 if a token of the text lies across the start of an answer
-    tokens: Read  # -> [n] int32: ids, doubled, and one more where a token is learned
-    # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files, top: the largest id.
-    about: dict[str, Any]
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """All tokens, some after the other."""
-        count = int(self.ends[-1])
-        return (self.tokens(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
-
-
-PIECE = 1 << 20  # tokens
-AGAIN = "the same command makes it again"
-
-
-def told(files: list[Path], bad: tuple) -> DataError:
-    """The error of a bad line. bad: number of its file, number of the line, expected, found, fix."""
-    index, number, *why = bad
-    return unusable(place(files[index], number), *why)
-
-
-def _parsed(line: bytes | dict) -> dict:
-    if isinstance(line, dict):
-        return line
-    if len(line) > LINE_BYTES:
-        raise BadLine(f"at most {grouped(LINE_BYTES)} bytes", "more", SKIP)
-    try:
-        found = forms.loaded(line.decode(), "a JSON object")
-    except UnicodeDecodeError as error:
-        raise BadLine(
-            "UTF-8", f"byte 0x{line[error.start]:02x} at {grouped(error.start)} of the line", SKIP
-        ) from error
-    if not isinstance(found, dict):
-        raise BadLine("a JSON object", type(found).__name__, SKIP)
-    return found
-
-
-# ids [n], which of them are learned [n], whether a token of the text lies across the start of an answer.
-Encoded = tuple[np.ndarray, np.ndarray, bool]
-
-
-class _Reader:
+class Encoder:
     """Turns lines into examples, and these into ids, as one tokenizer wants it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
+    def __init__(self, files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules):
+        self.files = files
         self.tokenizer = tokenizer
+        self.rules = rules
         self.template = ChatTemplate(tokenizer, rules)
-        self.counts = self.template.counts
-        self.eos = tokenizer.eos_token_id
-        self.seam = rules.seam
         self.columns = Columns(rules.format, rules.columns)
-        # Mostly the header of an answer.
-        self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])
+        self.eos = tokenizer.eos_token_id
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
-        one = [tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)]
-        self.bos = (
-            [tokenizer.bos_token_id] if one[0][:1] == [tokenizer.bos_token_id] != one[1][:1] else []
+        with_bos, without = (
+            tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)
         )
+        bos = [tokenizer.bos_token_id]
+        self.bos = bos if with_bos[:1] == bos != without[:1] else []
 
-    def examples(self, line: dict) -> list[Example]:
+    def rows(self, flag: str, scratch: Path) -> Iterator[dict[str, Any]]:
+        """For `datasets`: a row for each example, and one without ids for each bad line. DataError: the first bad line,
+        if they are not skipped; a file that cannot be read. scratch: a folder for copies of tables."""
+        lines = self.lines(flag, scratch)
+        waiting = [*islice(lines, CHUNK)]
+        if not waiting:
+            fix = "name other files"
+            raise unusable(str(self.files[0]), "lines of JSON", "blank ones", fix)
+        while waiting:
+            yield from self.encoded(waiting)
+            waiting = [*islice(lines, CHUNK)]
+
+    def lines(self, flag: str, scratch: Path) -> Iterator[Waiting]:
+        for number, file in enumerate(self.files):
+            with readable(str(file), flag):
+                for line, record in records(file, scratch):
+                    self.template.notes = []
+                    try:
+                        made = self.examples(record)
+                    except BadLine as why:
+                        made = [why]
+                    for example in made:
+                        yield number, line, example, self.template.notes
+                        self.template.notes = []  # the first example of a line has its notes
+
+    def examples(self, record: bytes | dict) -> list[Example]:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
+        try:
+            line = parsed(record) if isinstance(record, bytes) else record
+        except UnicodeDecodeError as error:
+            byte, at = error.object[error.start], error.start
+            raise BadLine("UTF-8", f"byte 0x{byte:02x} at {at} of the line") from error
+        except (ValueError, RecursionError) as error:
+            raise BadLine("a JSON object", one_line(error, kind=False)) from error
+        if not isinstance(line, dict):
+            raise BadLine("a JSON object", type(line).__name__)
+        try:
+            made = self.of_line(line)
+            for example in made:
+                example.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)") from error
+        except RecursionError as error:
+            raise BadLine("values that Python can nest", "deeper ones") from error
+        return made
+
+    def of_line(self, line: dict) -> list[Example]:
+        """Those of an object of JSON, in whichever form it is."""
         line, recognised = self.columns.read(line)
-        self.counts.update([recognised] if recognised else [])
-        prompt = line.get("prompt")
-        completion = line.get("completion")
+        self.template.notes += [recognised] if recognised else []
         chat = self.template.examples
+        prompt, completion = line.get("prompt"), line.get("completion")
         if line.get("messages") is not None:
             used = ["messages", *OF_CHATS]
             made = chat(line["messages"], 0, line)
@@ -135,244 +127,165 @@ class _Reader:
             made = chat(prompt + completion, len(prompt), line)
         elif isinstance(prompt, str) and isinstance(completion, str):
             used = ["prompt", "completion"]
-            made = [self.plain(completion, len(prompt), prompt + completion)]
+            made = [self.plain(prompt, completion)]
         elif "text" in line and prompt is completion is None:
             used = ["text"]
-            made = [self.plain(line["text"], -1, line["text"])]
+            made = [self.plain("", line["text"])]
         else:
-            keys = ", ".join(line)[:200] or "no key"
             known = "messages, prompt and completion (both strings or both lists), columns of --format, or text"
-            raise BadLine(
-                known,
-                keys,
-                f"name its columns (--columns instruction=question output=answer), {SKIP}",
-            )
-        ignored = [key for key, value in line.items() if key not in used and forms.there(value)]
-        self.counts.update(
-            f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored
-        )
+            fix = f"name its columns (--columns instruction=question output=answer), {forms.SKIP}"
+            raise BadLine(known, ", ".join(line)[:200] or "no key", fix)
+        self.template.notes += [
+            f"with {key[:40]!r} beside {used[0]}, which is not read"
+            for key, value in line.items()
+            if key not in used and forms.there(value)
+        ]
         return made
 
-    def plain(self, learned: Any, start: int, text: str) -> Example:
-        """A text, which is learned from a character on."""
+    def plain(self, prompt: str, learned: Any) -> Example:
+        """A text, of which what comes after a prompt is learned."""
         if not isinstance(learned, str) or not learned.strip():
             found = "empty content" if isinstance(learned, str) else type(learned).__name__
-            raise BadLine("text to learn", found, SKIP)
+            raise BadLine("text to learn", found)
         if self.eos is None:
-            raise unusable(
-                self.template.name,
-                "an eos token, to end a text with",
-                "none",
-                "set tokenizer.eos_token",
-            )
-        return Example(text, [(start, len(text) + 1)], False)
+            fix = "set tokenizer.eos_token"
+            raise unusable(self.template.name, "an eos token, to end a text with", "none", fix)
+        text = prompt + learned
+        return Example(text, [(len(prompt), len(text))], False)
 
-    def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Of each text its ids and [n, 2], where each of them begins and ends in the text."""
-        out = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        ends = [
-            np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2)
-            for each in out["offset_mapping"]
-        ]
-        return out["input_ids"], ends
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        how = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return self.tokenizer(texts, padding=False, truncation=False, **how)["input_ids"]
 
-    def begins(
-        self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int
-    ) -> bool:
-        """Whether the tokens before a character are those of the text before it: what a model is given that shall go on
-        from there. special: numbers of the special tokens. No token is merged with one of these, so the last before
-        the character is where what is compared begins."""
-        before = bisect_right(special, start, key=lambda i: at[i, 1])
-        first = special[before - 1] if before else 0
-        prompt = self.prompt(text[at[first, 0] if before else 0 : max(start, 0)])
-        return ids[first : first + len(prompt)] == prompt
-
-    def cut(self, text: str, ids: list[int], starts: list[int]) -> tuple[list[int], np.ndarray]:
-        """A text as the tokens of its parts, and where they lie. Raises BadLine."""
-        edges = [0, *starts, len(text)]
-        parts, places = self.tokens([text[a:b] for a, b in pairwise(edges)])
-        joined = [*chain.from_iterable(parts)]
-        # It writes a space before each text.
-        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):
-            raise BadLine(
-                "a tokenizer that can go on within a text",
-                "one that cannot",
-                "use --seam say or refuse",
-            )
-        return joined, np.concatenate(
-            [each + edge for each, edge in zip(places, edges, strict=False)]
-        )
-
-    def masked(self, example: Example, ids: list[int], at: np.ndarray) -> Encoded:
-        """An example with what is learned of it. at [n, 2]: where its tokens lie in its text. Raises BadLine."""
-        text = example.text
-        starts = sorted(start for start, _ in example.spans)
-        special = [i for i, each in enumerate(ids) if each in self.ends and at[i, 0] < at[i, 1]]
-        across = [start for start in starts if not self.begins(text, ids, at, special, start)]
-        if across:
-            if self.seam == "refuse":
-                found = (
-                    repr(text[max(across[0] - 9, 0) : across[0]])
-                    + " + "
-                    + repr(text[across[0] : across[0] + 9])
-                )
-                raise BadLine(
-                    "a token that ends where an answer begins", found, "use --seam split or say"
-                )
-            self.counts[
-                "with tokens across the start of an answer" + ", cut there" * (self.seam == "split")
-            ] += 1
-            if self.seam == "split":
-                ids, at = self.cut(text, ids, starts)
-        learned = np.zeros(len(ids), dtype=bool)
-        for start, end in example.spans:
-            learned |= (at[:, 0] < end) & (at[:, 1] > start)
-        if not example.chat:
-            before = self.bos if ids[:1] != self.bos else []
-            after = [self.eos] if ids[-1:] != [self.eos] else []
-            learned = np.r_[
-                np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)
-            ]
-            return np.array(before + ids + after, np.int32), learned, bool(across)
-        if not learned.any():
-            raise BadLine("learned tokens", "none", TEMPLATE)
-        for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-            # A line break after the turn.
-            while learned[last] and not text[slice(*at[last])].strip():
-                last -= 1
-            if not learned[last] or ids[last] not in self.ends:
-                found = f"one that ends with {self.tokenizer.decode(ids[max(0, last - 3) : last + 1])!r}"
-                raise BadLine(
-                    "a special token at the end of each answer, which teaches to stop",
-                    found,
-                    way_on(self.tokenizer.chat_template),
-                )
-        return np.array(ids, np.int32), learned, bool(across)
-
-
-class _Made:
-    """Examples as they are made. Their tokens go to a file: memory holds 32 bytes of an example."""
-
-    def __init__(self, folder: str, file: BinaryIO):
-        self.folder = folder
-        self.file = file
-        self.table = array("q")
-        self.top = 0
-
-    def add(self, line: int, ids: np.ndarray, learned: np.ndarray, across: bool) -> None:
-        with self.room():
-            self.file.write(2 * ids + learned)
-        end = len(ids) + (self.table[-4] if self.table else 0)
-        self.table.extend((end, line, int(learned[1:].sum()), across))
-        self.top = max(self.top, int(ids.max()))
-
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        """Inside it an OSError is a DataError about the folder of the file."""
-        try:
-            yield
-        except OSError as error:
-            fix = "free some, or name another folder by XDG_CACHE_HOME"
-            found = one_line(error, kind=False)
-            raise unusable(self.folder, "room for the token ids", found, fix) from error
-
-
-def read(
-    files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules, folder: Path | None
-) -> Tokenised:
-    """All examples of the files. folder: where their tokens are put, None: where temporary files are. DataError: the
-    first bad line or, where these are skipped, no line is good."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        made = _Made(str(folder or tempfile.gettempdir()), file)
-        about = _read(files, _Reader(tokenizer, rules), rules, made)
-        with made.room():
-            file.flush()
-        return _of_table(made.table, made.folder, file, 0, about)
-
-
-def _of_table(
-    table: array | bytes, path: str, file: BinaryIO, begin: int, about: dict
-) -> Tokenised:
-    """Examples of which the tokens begin at a byte of a file."""
-    tokens = reader(path, os.dup(file.fileno()), np.dtype(np.int32), begin, AGAIN)
-    return Tokenised(*np.frombuffer(table, np.int64).reshape(-1, 4).T, tokens, about)
-
-
-def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict[str, Any]:
-    """Adds all examples of the files to `made`; returns what is told about them."""
-    waiting = []
-    bad, reasons = [], Counter()  # the first one, and how many for each reason
-    numbers = [0] * len(files)  # of lines in each
-
-    def refuse(index: int, number: int, why: BadLine) -> None:
-        bad.append((index, number, *why.args))
-        if rules.bad_lines == "stop":
-            raise told(files, bad[-1])
-        del bad[1:]
-        reasons[NUMBER.sub("", why.args[0])] += 1
-
-    def encode() -> None:
-        coded = reader.tokens([example.text for *_, example in waiting]) if waiting else ([], [])
-        for (line, index, number, example), ids, at in zip(waiting, *coded, strict=True):
+    def encoded(self, waiting: list[Waiting]) -> Iterator[dict[str, Any]]:
+        """The rows of these examples. Their texts are tokenised whole and in parts, together."""
+        examples = [example for *_, example, _ in waiting if isinstance(example, Example)]
+        wholes = iter(self.tokens([example.text for example in examples]))
+        parts = iter(self.tokens([part for example in examples for part in example.parts]))
+        for file, line, example, notes in waiting:
+            row = dict(file=file, line=line, ids=[], learned=[], across=False, notes=notes, bad=[])
             try:
-                made.add(line, *reader.masked(example, ids, at))
+                if isinstance(example, BadLine):
+                    raise example
+                whole, own = next(wholes), [*islice(parts, len(example.parts))]
+                ids, learned, row["across"] = self.marked(example, whole, own)
+                row |= dict(ids=np.array(ids, np.int32), learned=np.array(learned))
+                row["notes"] = notes + [ACROSS] * row["across"]
             except BadLine as why:
-                refuse(index, number, why)
-        waiting.clear()
+                row |= dict(notes=[], bad=why.args)
+                if self.rules.bad_lines == "stop":
+                    raise error_of(self.files, row) from None
+            yield row
 
-    for line, (index, number, text) in enumerate(records(files)):
-        numbers[index] += 1
-        try:
-            for example in reader.examples(_parsed(text)):
-                example.text.encode()
-                waiting.append((line, index, number, example))
-        except BadLine as why:
-            refuse(index, number, why)
-        except UnicodeEncodeError:
-            refuse(
-                index,
-                number,
-                BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)", SKIP),
-            )
-        except RecursionError:
-            refuse(index, number, BadLine("values that Python can nest", "deeper ones", SKIP))
-        if len(waiting) >= CHUNK:
-            encode()
-    encode()
-    if not made.table:
-        raise (
-            told(files, bad[0])
-            if bad
-            else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
-        )
-    return dict(bad=bad, lines=numbers, reasons=reasons, counts=reader.counts, top=made.top)
+    def marked(
+        self, example: Example, whole: list[int], parts: list[list[int]]
+    ) -> tuple[list[int], list[bool], bool]:
+        """The ids of an example, which of them are learned, and whether a token of the whole text lies across the start
+        of an answer: there a model that is asked goes on from the tokens of the prompt alone. Raises BadLine."""
+        joined = [*chain.from_iterable(parts)]
+        across = False
+        if whole != joined:
+            edges = [*accumulate(map(len, example.parts))]
+            prefixes = self.tokens([example.text[:edge] for edge in edges[:-1]])
+            prompts = prefixes[::2]
+            across = any(whole[: len(prompt)] != prompt for prompt in prompts)
+            if across and self.tokenizer.decode(joined) != self.tokenizer.decode(whole):
+                expected = "a tokenizer that can go on within a text"
+                raise BadLine(expected, "one that cannot: it writes a space before each text")
+            if not across:
+                ends = [0, *map(len, prefixes), len(whole)]
+                parts = [whole[a:b] for a, b in pairwise(ends)]
+                joined = whole
+        learned = [i % 2 == 1 for i, part in enumerate(parts) for _ in part]
+        if not example.chat:
+            before = self.bos if joined[:1] != self.bos else []
+            after = [self.eos] if joined[-1:] != [self.eos] else []
+            learned = [False] * len(before) + learned + [True] * len(after)
+            return before + joined + after, learned, across
+        answers = [part for part in parts[1::2] if part]
+        if not answers:
+            raise BadLine("learned tokens", "none", TEMPLATE)
+        for answer in answers:
+            last = len(answer)
+            # A line break after the turn.
+            while last and not self.tokenizer.decode(answer[last - 1 : last]).strip():
+                last -= 1
+            if not last or answer[last - 1] not in self.ends:
+                expected = "a special token at the end of each answer, which teaches to stop"
+                found = f"one that ends with {self.tokenizer.decode(answer[:last][-4:])!r}"
+                raise BadLine(expected, found, way_on(self.tokenizer.chat_template))
+        return joined, learned, across
 
 
-def _digests(data: Tokenised) -> dict[str, str]:
-    """digest: of the examples, by which a checkpoint knows its data. whole: of all that a file of the cache holds."""
+def error_of(files: list[Path], row: dict[str, Any]) -> DataError:
+    """The error of a bad line. row: as Encoder makes it."""
+    return unusable(place(files[row["file"]], row["line"]), *row["bad"])
+
+
+class Tokenised:
+    """E examples of files; of a bad line one without ids."""
+
+    def __init__(self, files: list[Path], data: Dataset, digest: str):
+        column = data.data.column
+        self.files = files
+        self.digest = digest  # of the examples, by which a checkpoint knows its data
+        self.ids: ChunkedArray = column("ids")
+        self.learned: ChunkedArray = column("learned")
+        self.file = column("file").to_numpy()  # [E]: the number of its file
+        self.across = column("across").to_numpy()  # [E]: as of Encoder.marked
+        self.sizes = _sizes(self.ids)  # [E]: of tokens
+        changes = (np.diff(column(name).to_numpy(), prepend=-1) for name in ("file", "line"))
+        self.lines = np.cumsum(np.any([*changes], 0))  # [E]: that it is of, counted over all files
+        self.top = max(chunk.flatten().to_numpy().max(initial=0) for chunk in self.ids.chunks)
+        notes = column("notes").combine_chunks().flatten().value_counts().to_pylist()
+        self.notes = {note["values"]: note["counts"] for note in notes}  # how many lines have each
+        self.bad = data.select(np.flatnonzero(_sizes(column("bad")))).to_list()
+        self.stored = [
+            (file["filename"], os.path.getsize(file["filename"])) for file in data.cache_files
+        ]
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids [n] and which of them are learned [n]."""
+        ids, learned = self.ids[number].values, self.learned[number].values
+        return ids.to_numpy(), learned.to_numpy(zero_copy_only=False)
+
+    def labels(self, most: int) -> np.ndarray:
+        """[E]: how many of the first `most` tokens of each are learned, but for its first."""
+        found = []
+        for chunk in self.learned.chunks:
+            learned = chunk.flatten().to_numpy(zero_copy_only=False)
+            before = np.append(0, np.cumsum(learned))  # how many are learned before each
+            sizes = chunk.value_lengths().to_numpy()
+            starts = np.cumsum(sizes) - sizes
+            first = np.minimum(starts + 1, starts + sizes)
+            found.append(before[starts + np.minimum(sizes, most)] - before[first])
+        return np.concatenate(found)
+
+    def check(self) -> None:
+        """DataError where a file has shrunk: a mapped page that is no longer there ends the process with SIGBUS."""
+        for path, size in self.stored:
+            with suppress(FileNotFoundError):  # what is mapped stays
+                if os.path.getsize(path) < size:
+                    fix = "the file has shrunk: the same command makes it again"
+                    raise unusable(path, "what was there at the start", "the end", fix)
+
+
+def _sizes(lists: ChunkedArray) -> np.ndarray:
+    return np.concatenate([chunk.value_lengths().to_numpy() for chunk in lists.chunks])
+
+
+def _digest(data: Dataset) -> str:
+    """Of the examples, whatever files they are from."""
     made = hashlib.blake2b(digest_size=16)
-    # These bytes stay, whatever a file of the cache looks like: without that, older checkpoints are refused.
-    for part in chain(
-        (each >> 1 for each in data.pieces()),
-        (each & 1 == 1 for each in data.pieces()),
-        (data.ends, data.lines, data.seams == 1),
-    ):
-        made.update(part.tobytes())
-    digest = made.hexdigest()
-    made.update(np.stack(data[:4]).tobytes())
-    about = {
-        name: each for name, each in data.about.items() if name not in ("name", "digest", "whole")
-    }
-    made.update(json.dumps(about, sort_keys=True).encode())
-    return dict(digest=digest, whole=made.hexdigest())
+    for name in ("ids", "learned"):
+        for chunk in data.data.column(name).chunks:
+            made.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
+    examples = Tokenised([], data, "")
+    for numbers in (examples.sizes, examples.lines, examples.across):
+        made.update(numbers[examples.sizes > 0].tobytes())
+    return made.hexdigest()
 
 
 def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> str:
@@ -395,43 +308,63 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
     return made.hexdigest()
 
 
-def _load(path: Path) -> Tokenised | None:
-    """What is in the file; None if it is not there or is not as it was written."""
-    if not path.exists():
-        return None
-    with suppress(Exception):  # whatever strange bytes lead to
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
-            table = file.read(header["examples"]["data_offsets"][1])
-            about = json.loads(header["__metadata__"]["about"])
-            data = _of_table(table, str(path), file, file.tell(), about)
-        if about == about | _digests(data) | dict(name=path.name):
-            return data
-    tell(f"cache: {path} is damaged and is made again")
-    return None
+def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
+    """What `datasets` has in a folder; made there if it has nothing. DataError: bad data, or a disk that is full."""
+    from datasets import Dataset, Features, List, Value, disable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
 
-
-def _save(path: Path, data: Tokenised) -> None:
-    """Writes a file of safetensors, whose own function would copy all into memory first."""
-    about = json.dumps(data.about | dict(name=path.name))
-    shape = (len(data.ends), 4)
-    count = int(data.ends[-1])
-    begin = 8 * math.prod(shape)
-    header = dict(
-        __metadata__=dict(about=about),
-        examples=dict(dtype="I64", shape=shape, data_offsets=(0, begin)),
-        tokens=dict(dtype="I32", shape=[count], data_offsets=(begin, begin + 4 * count)),
+    disable_progress_bars()
+    number, texts = Value("int64"), List(Value("string"))
+    columns = Features(
+        file=number,
+        line=number,
+        ids=List(Value("int32")),
+        learned=List(Value("bool")),
+        across=Value("bool"),
+        notes=texts,
+        bad=texts,
     )
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        with open(f"{folder}/data", "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.write(np.stack(data[:4], 1))
-            for part in data.pieces():
-                file.write(part)
-        os.replace(f"{folder}/data", path)
+    folder.mkdir(exist_ok=True)
+    rows = lambda: encoder.rows(flag, folder)  # noqa: E731
+    how = dict(cache_dir=str(folder), fingerprint="examples", writer_batch_size=CHUNK)
+    try:
+        return Dataset.from_generator(rows, columns, **how)
+    except DatasetGenerationError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise cause or error from None
+        fix = "free some, or name another folder by XDG_CACHE_HOME"
+        found = one_line(cause, kind=False)
+        raise unusable(str(folder), "room for the token ids", found, fix) from error
+
+
+def _seal(folder: Path, digest: str) -> str:
+    """What the file beside the Arrow files of a folder holds if they are as they were written."""
+    made = hashlib.blake2b(folder.name.encode(), digest_size=16)
+    for file in sorted(folder.rglob("*.arrow")):
+        with open(file, "rb") as opened:
+            made.update(hashlib.file_digest(opened, "blake2b").digest())
+    return f"{digest} {made.hexdigest()}"
+
+
+def _cached(folder: Path, encoder: Encoder, flag: str) -> Tokenised:
+    """The examples in a folder of the cache, made again if they are not as they were written."""
+    seal = folder / "seal"
+    if folder.exists():
+        with suppress(Exception):  # whatever strange bytes lead to
+            digest = seal.read_text().split()[0]
+            if seal.read_text() == _seal(folder, digest):
+                return Tokenised(encoder.files, _opened(folder, encoder, flag), digest)
+        tell(f"cache: {folder} is damaged and is made again")
+        shutil.rmtree(folder)
+    try:
+        data = _opened(folder, encoder, flag)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    digest = _digest(data)
+    seal.write_text(_seal(folder, digest))
+    return Tokenised(encoder.files, data, digest)
 
 
 def tokenised(
@@ -441,42 +374,28 @@ def tokenised(
     cache: str | None = None,
     flag: str = "--data",
 ) -> Tokenised:
-    """The examples of files, with `digest` in what is told about them. cache: a folder (None: simple_fsdp in
-    $XDG_CACHE_HOME or ~/.cache). flag: that of the files, for messages. Raises DataError for what cannot be used."""
-    source = str(files[0])
-    found = None
+    """The examples of files. cache: a folder (None: simple_fsdp in $XDG_CACHE_HOME or ~/.cache). flag: that of the
+    files, for messages. Raises DataError for what cannot be used."""
+    from filelock import FileLock
+
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
-        raise unusable(
-            source,
-            "a fast tokenizer, which tells where its tokens lie",
-            type(tokenizer).__name__,
-            fix,
-        )
-
-    def make(where: Path | None = None) -> Tokenised:
-        with readable(source, flag):
-            made = read(files, tokenizer, rules, where)
-        return made._replace(about=made.about | _digests(made))
-
-    with readable(source, flag):
+        raise unusable(str(files[0]), "a fast tokenizer", type(tokenizer).__name__, fix)
+    with readable(str(files[0]), flag):
         name = f"chat-{_key(files, tokenizer, rules)}"
+    encoder = Encoder(files, tokenizer, rules)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(cache or f"{caches}/simple_fsdp")
     try:
         if folder.parts[0] == "~":
             raise OSError("no home is known; set HOME or XDG_CACHE_HOME")
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{name}.lock", "w") as lock:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            path = folder / f"{name}.safetensors"
-            found = _load(path)
-            if found is None or (rules.bad_lines == "stop" and found.about["bad"]):
-                found = make(folder)
-                _save(path, found)
-                found = _load(path) or found
-    except OSError as error:
+        with FileLock(folder / f"{name}.lock"):
+            made = _cached(folder / name, encoder, flag)
+    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
         tell(f"cache: {folder}: {one_line(error)}; every process tokenises the data for itself")
-        found = found or make()
-    return found
+        with tempfile.TemporaryDirectory() as scratch:
+            made = _cached(Path(scratch, name), encoder, flag)
+    if made.bad and (rules.bad_lines == "stop" or not made.sizes.any()):
+        raise error_of(files, made.bad[0])
+    return made

@@ -55,8 +55,6 @@ def open_data(
         positions=positions,
         until=until,
         bad_lines=c.bad_lines,
-        unknown_keys=c.unknown_keys,
-        seam=c.seam,
         template_args=c.arguments,
         format=c.format,
         columns=parsed(c.columns),

@@ -1,11 +1,12 @@
 """Files of examples and what is in them: lines of JSON, an array of JSON, parquet, Arrow, a folder of `datasets`.
 
     weighted(["a.jsonl:0.7", "b.parquet:0.3"])     # [("a.jsonl", 0.7), ("b.parquet", 0.3)]; without weights None
-    files = check_files("chat.jsonl")              # DataError for files that are not there or empty; no torch
-    for number_of_file, number, record in records(files): ...
+    files = check_files("chat.jsonl")              # DataError for files that are not there or empty; imports no library
+    for number, record in records(files[0]): ...
 
-A record is the bytes of an object of JSON, or a row of a table as a dict, which is without what is null: in a table a
-null is also what a row lacks that others have. Tables are read by pyarrow, a part at a time.
+A record is the bytes of a line, or the object of an array's element or of a table's row. `datasets` reads tables. Lines
+of JSON it does not: it gives all lines of a file one schema, fails where a key comes late in the file, turns texts such
+as 2024-01-01 into dates, and does not name a line that is bad.
 """
 
 import importlib.util
@@ -13,22 +14,23 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.data import files_below, matching, readable, unusable
 from trainer.distributed.terminal import grouped, one_line
 
-LINE_BYTES = 10 << 20  # of a record of JSON at most
-PIECE = 1 << 16  # characters that are read of an array at a time, at first
-ROWS = 256  # of a table at a time
 TABLES = ".parquet", ".arrow"
 KINDS = ".jsonl", *TABLES, ".json"
+SHEETS = ".csv", ".tsv", ".xlsx"
 FILES = "a .jsonl, .json, .parquet or .arrow file"
-# How names of its files begin.
+# How the names of files of a split begin.
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 PLACES = {".jsonl": "line", ".json": "element", ".parquet": "row", ".arrow": "row"}
+BATCH = 256  # rows of a table at a time
 
 
 def weighted(sources: Sequence[str], flag: str = "--data") -> list[tuple[str, float | None]]:
@@ -55,64 +57,75 @@ def weighted(sources: Sequence[str], flag: str = "--data") -> list[tuple[str, fl
 
 def check_files(source: str, flag: str = "--data") -> list[Path]:
     """The files of a path, a folder or a pattern. Raises DataError if there is none, or one that is empty or cannot be
-    read. Reads no record, imports no torch. flag: for the message."""
+    read. Reads no record. flag: for the message."""
     root = os.path.expanduser(source)
     with readable(source, flag):
-        found = [root] if os.path.exists(root) else matching(root)
+        paths = [root] if os.path.exists(root) else matching(root)
         # ** matches folders and what is in them.
-        files = [*dict.fromkeys(file for each in found for file in _inside(str(each), flag))]
+        files = [*dict.fromkeys(file for path in paths for file in _inside(Path(path), flag))]
         if not files:
-            raise unusable(
-                root, f"{FILES}, or a folder or pattern of them", "none", f"check {flag}"
-            )
+            fix = f"check {flag}"
+            raise unusable(root, f"{FILES}, or a folder or pattern of them", "none", fix)
         for file in files:
             if not file.is_file():
-                raise unusable(
-                    str(file), "a file", "a folder, pipe or device", f"name files in {flag}"
-                )
-            if {".csv", ".tsv", ".xlsx"} & {suffix.lower() for suffix in file.suffixes}:
+                fix = f"name files in {flag}"
+                raise unusable(str(file), "a file", "a folder, pipe or device", fix)
+            if any(suffix.lower() in SHEETS for suffix in file.suffixes):
                 fix = "save it as lines of JSON, such as by to_json(.., orient='records', lines=True) of pandas"
                 raise unusable(str(file), FILES, f"a {file.suffix} one", fix)
             with open(file, "rb") as opened:
                 if not opened.read(1):
-                    raise unusable(
-                        str(file), "lines of JSON", "an empty file", f"leave it out of {flag}"
-                    )
-            if file.suffix in TABLES and importlib.util.find_spec("pyarrow") is None:
-                fix = "pip install -e '.[hf]', or give lines of JSON"
-                raise unusable(str(file), "pyarrow, to read it", "none", fix)
+                    fix = f"leave it out of {flag}"
+                    raise unusable(str(file), "lines of JSON", "an empty file", fix)
+            if importlib.util.find_spec("datasets") is None:
+                fix = "pip install -e '.[hf]'"
+                raise unusable(str(file), "the library datasets, to read it", "none", fix)
     return files
 
 
-def _inside(root: str, flag: str) -> list[Path]:
+def _inside(folder: Path, flag: str) -> list[Path]:
     """The files of a folder, of one kind; a file itself. Of a folder that `datasets` saved those that it names."""
-    folder = Path(root)
     if not folder.is_dir():
         return [folder]
     if (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
-        raise unusable(
-            root, "one dataset", f"the splits {splits}", f"name one of these folders in {flag}"
-        )
+        splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        fix = f"name one of these folders in {flag}"
+        raise unusable(str(folder), "one dataset", f"the splits {splits}", fix)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        try:
-            named = json.loads((folder / "state.json").read_bytes())["_data_files"]
-            return [folder / each["filename"] for each in named]
-        except (ValueError, KeyError, TypeError) as error:
-            raise unusable(
-                f"{root}/state.json", "what datasets saves", one_line(error), "save it again"
-            ) from error
-    kinds = {kind: files_below(root, kind) for kind in KINDS}
+        return _saved(folder)
+    files = {kind: files_below(str(folder), kind) for kind in KINDS}
     # A .json may be about the others.
-    there = [kind for kind in KINDS[:-1] if kinds[kind]] or [KINDS[-1]]
-    if len(there) > 1:
-        fix = f"name a pattern in {flag}, such as {root}/*{there[0]}"
-        raise unusable(root, "files of one kind", " and ".join(there), fix)
-    splits = sorted({found[1] for file in kinds[there[0]] if (found := SPLIT.match(file.name))})
+    kinds = [kind for kind in KINDS[:-1] if files[kind]] or [KINDS[-1]]
+    if len(kinds) > 1:
+        fix = f"name a pattern in {flag}, such as {folder}/*{kinds[0]}"
+        raise unusable(str(folder), "files of one kind", " and ".join(kinds), fix)
+    names = (SPLIT.match(file.name) for file in files[kinds[0]])
+    splits = sorted({name[1] for name in names if name})
     if len(splits) > 1:
-        fix = f"name a pattern in {flag}, such as {root}/**/{splits[-1]}*{there[0]}"
-        raise unusable(root, "files of one split", " and ".join(splits), fix)
-    return kinds[there[0]]
+        fix = f"name a pattern in {flag}, such as {folder}/**/{splits[-1]}*{kinds[0]}"
+        raise unusable(str(folder), "files of one split", " and ".join(splits), fix)
+    return files[kinds[0]]
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The files that state.json names. They must lie in the folder, or where the hub's cache keeps them: a stranger's
+    folder must not name a file of whoever reads it."""
+    state = folder / "state.json"
+    try:
+        files = [
+            folder / file["filename"] for file in json.loads(state.read_bytes())["_data_files"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        found = one_line(error)
+        raise unusable(str(state), "what datasets saves", found, "save it again") from error
+    homes = folder.resolve(), folder.resolve().parent.parent / "blobs"
+    for file in files:
+        if not any(file.resolve().is_relative_to(home) for home in homes):
+            found = f"{str(file)!r}, which is none"
+            raise unusable(
+                str(state), "files of its folder", found, "copy the file into the folder"
+            )
+    return files
 
 
 def place(file: Path, number: int) -> str:
@@ -120,105 +133,88 @@ def place(file: Path, number: int) -> str:
     return f"{file}, {PLACES.get(file.suffix, 'line')} {grouped(number)}"
 
 
-def records(files: list[Path]) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
-    """(number of the file, number of the record from 1, the record). Raises DataError, and OSError."""
-    for index, file in enumerate(files):
-        if file.suffix in TABLES:
-            found = enumerate(_rows(file), 1)
-        elif _begins_an_array(file):
-            found = enumerate(_elements(file), 1)
+def records(
+    file: Path, scratch: Path | None = None
+) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """(number of the record from 1, the record). scratch: a folder for what is needed meanwhile; None: where temporary
+    files are. Raises DataError, and OSError."""
+    if file.suffix in TABLES:
+        yield from enumerate(_rows(file, scratch), 1)
+        return
+    with open(file, "rb") as lines:
+        # A .json may hold lines of JSON, too.
+        begin = lines.peek(64).strip(b"\xef\xbb\xbf \t\r\n")[:1]
+        if file.suffix == ".json" and begin == b"[":
+            yield from enumerate(_elements(file), 1)
         else:
-            found = _lines(file)
-        for number, record in found:
-            yield index, number, record
+            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Without blank ones. A line that is too long comes as its first LINE_BYTES + 1 bytes."""
-    with open(file, "rb") as opened:
-        number = 0
-        while line := opened.readline(LINE_BYTES + 1):
-            number = number + 1
-            rest = line
-            # As Windows begins files.
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
-                rest = opened.readline(LINE_BYTES + 1)
-            if line.strip():
-                yield number, line
+def parsed(text: bytes) -> Any:
+    """A value of JSON. ValueError, also for one key twice in an object; a mark of the byte order, as Windows begins
+    files, is left out."""
+    return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
 
 
-def _begins_an_array(file: Path) -> bool:
-    if file.suffix != ".json":
-        return False
-    with open(file, "rb") as opened:
-        return opened.read(PIECE).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+def unique(pairs: list[tuple[str, Any]]) -> dict:
+    """An object of JSON. ValueError for one key twice, of which json would keep the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:40]!r} twice in one object")
+    return made
 
 
-def _elements(file: Path) -> Iterator[bytes]:
-    """Those of an array of JSON, of which a part is in memory at a time."""
-    decoder = json.JSONDecoder()
-    number = 0
-    # A bad byte is told by its element.
-    with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
-        text = opened.read(PIECE).lstrip()[1:]
-        while True:
-            text = text.lstrip(" \t\r\n,")
-            if text[:1] == "]":
-                return
-            try:
-                _, end = decoder.raw_decode(text)
-            except (ValueError, RecursionError) as error:
-                more = opened.read(max(PIECE, len(text)))
-                if not more or len(text) > LINE_BYTES:
-                    where = f"{file}, after element {grouped(number)}"
-                    raise unusable(
-                        where, "an array of JSON", one_line(error, kind=False), "mend the file"
-                    ) from error
-                text += more
-                continue
-            number += 1
-            yield text[:end].encode(errors="surrogateescape")
-            text = text[end:]
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Those of a table."""
-    import pyarrow
-    from pyarrow import ipc, parquet
-
+def _elements(file: Path) -> list:
     try:
-        if file.suffix == ".parquet":
-            with parquet.ParquetFile(file) as opened:
-                for batch in opened.iter_batches(ROWS):
-                    yield from map(_without_nulls, batch.to_pylist())
-            return
-        with pyarrow.OSFile(str(file)) as opened:
-            kind = ipc.open_file if opened.read(6) == b"ARROW1" else ipc.open_stream
-            opened.seek(0)
-            table = kind(opened)
-            batches = (
-                map(table.get_batch, range(table.num_record_batches))
-                if kind is ipc.open_file
-                else table
-            )
-            for batch in batches:
-                for first in range(0, len(batch), ROWS):
-                    yield from map(_without_nulls, batch.slice(first, ROWS).to_pylist())
-    except pyarrow.ArrowException as error:
-        raise unusable(
-            str(file), f"a {file.suffix} file", one_line(error, 200), "save it again"
-        ) from error
-    except OSError as error:  # pyarrow's own do not say of which file
-        raise OSError(error.errno, str(error), str(file)) from error
+        return parsed(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        found = one_line(error, kind=False)
+        raise unusable(str(file), "an array of JSON", found, "mend the file") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value of a table as JSON has it: dates and the like as text."""
+def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
+    """Those of a table. `datasets` copies it first, which is mapped into memory then: a page of the file itself would
+    end the process with SIGBUS where the file shrinks."""
+    import datasets
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    datasets.disable_progress_bars()
+    builder = Parquet if file.suffix == ".parquet" else Arrow
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        # By a plain name: `datasets` takes brackets for a pattern, and a :: for a place on another machine.
+        link = Path(folder, "table" + file.suffix)
+        link.symlink_to(file.resolve())
+        try:
+            made = builder(cache_dir=folder, data_files={"train": [str(link)]})
+            made.download_and_prepare()
+            table = made.as_dataset(split="train")
+        except Exception as error:  # whatever strange bytes lead to
+            found = one_line(error.__cause__ or error, 200)
+            raise unusable(str(file), f"a {file.suffix} file", found, "save it again") from error
+        # As Arrow has them: `datasets` would open the files that columns of images and sounds name.
+        for batch in table.with_format("arrow").iter(BATCH):
+            for row in batch.to_pylist():
+                yield _value(row, table.features)
+
+
+def _value(value: Any, feature: Any = None) -> Any:
+    """A value of a table as JSON has it: dates as text, without nulls, which in a table are also what a row lacks and
+    others have. feature: what `datasets` knows of its type."""
+    import datasets
+
+    if isinstance(feature, datasets.Json) and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        kinds = feature if isinstance(feature, dict) else {}
+        return {
+            key: _value(each, kinds.get(key)) for key, each in value.items() if each is not None
+        }
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_value(each, getattr(feature, "feature", None)) for each in value]
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")  # what is no text makes its line a bad one
     return value if isinstance(value, str | int | float | None) else str(value)

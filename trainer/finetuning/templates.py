@@ -15,14 +15,14 @@ import re
 from collections import Counter
 from contextlib import suppress
 from datetime import date
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data import DataError, unusable
 from trainer.distributed.terminal import one_line, regular
 from trainer.finetuning import messages as forms
-from trainer.finetuning.messages import LEAVE_OUT, SKIP, BadLine
+from trainer.finetuning.messages import LEAVE_OUT, BadLine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +35,7 @@ OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
-RENDER = f"give it a role and a key that the template writes{LEAVE_OUT}"
+RENDER = f"give it a role and a key that the template writes, or leave the key out{LEAVE_OUT}"
 TEMPLATE = (
     "put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
     "end-of-turn token, and name it by --template"
@@ -90,9 +90,6 @@ class Rules(NamedTuple):
     """How lines are read."""
 
     bad_lines: str = "stop"  # at the first, or "skip" them and count
-    unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
-    # Tokens across the start of an answer, or "say" and keep them, or "refuse" the line.
-    seam: str = "split"
     # For the chat template; those of a line go before.
     template_args: dict[str, Any] = {}
     format: str = "auto"  # of columns.FORMATS: what a line is
@@ -104,6 +101,12 @@ class Example(NamedTuple):
     spans: list[tuple[int, int]]  # characters that are learned
     chat: bool  # False: bos and eos are put around the tokens
 
+    @property
+    def parts(self) -> list[str]:
+        """The text cut where what is learned begins and ends: every other part is learned, from the second on."""
+        edges = [0, *chain.from_iterable(self.spans), len(self.text)]
+        return [self.text[begin:end] for begin, end in pairwise(edges)]
+
 
 def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[int, int]]]:
     """A conversation as the template writes it, and what it has in {% generation %}. BadLine: the template raises."""
@@ -114,7 +117,7 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
     except (MemoryError, ImportError):
         raise
     except Exception as error:  # whatever a template does with what it is given
-        raise BadLine("what the chat template takes", one_line(error), SKIP) from error
+        raise BadLine("what the chat template takes", one_line(error)) from error
     counts = Counter(chain(*chain.from_iterable(spans)))
     # Not where a span ends and another begins.
     edges = sorted(edge for edge, count in counts.items() if count % 2)
@@ -167,80 +170,71 @@ def _template_of(file: str, own: str | None) -> str:
 
 
 class ChatTemplate:
-    """That of a tokenizer. counts: {words: number of lines} of what it does beside rendering, for people."""
+    """That of a tokenizer. notes: what it did with the last line beside rendering, for people."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
         self.tokenizer = tokenizer
         self.rules = rules
-        self.counts = Counter()
+        self.notes: list[str] = []
         self.name = tokenizer.name_or_path or "the tokenizer"
-        special = (
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-        )
-        self.special = re.compile(
-            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        )
+        added = tokenizer.added_tokens_decoder.values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def examples(self, messages: Any, first: int, line: dict) -> list[Example]:
         """Those of a conversation, of which the answers from message number `first` on are learned."""
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(each, dict) for each in messages)
-        ):
-            raise BadLine("messages, a list of {role, content}", "none or something else", SKIP)
-        turns = [forms.cleaned(message, number) for number, message in enumerate(messages, 1)]
-        for number, turn in enumerate(turns, 1):
-            if held := self.special.search("\n".join(forms.strings(list(turn.values())))):
-                found = f"{held[0]} in message {number}"
-                raise BadLine("content without the tokenizer's special tokens", found, SKIP)
-        answers = [
-            i
-            for i, message in enumerate(messages)
-            if forms.is_learned(message, i + 1) and i >= first
-        ]
+        messages = forms.objects(messages, "messages, a list of {role, content}")
+        turns, answers = [], []
+        for i, message in enumerate(messages):
+            where = f" in message {i + 1}"
+            turns.append(forms.cleaned(message, where))
+            if token := self.special.search("\n".join(forms.strings([*turns[i].values()]))):
+                raise BadLine("content without the tokenizer's special tokens", token[0] + where)
+            if forms.is_learned(message, where) and i >= first:
+                answers.append(i)
         if not answers:
-            raise BadLine("an answer (role assistant) that is learned", "none", SKIP)
+            raise BadLine("an answer (role assistant) that is learned", "none")
         how = self.arguments(line)
-        said = [i for i, turn in enumerate(turns[: answers[-1] + 1]) if turn["role"] == "assistant"]
-        marked = bool(MARKER.search(how["chat_template"])) and not first and said == answers
-        made = []
+        spoken = [i for i in range(answers[-1] + 1) if turns[i]["role"] == "assistant"]
+        marked = bool(MARKER.search(how["chat_template"])) and not first and spoken == answers
         try:
             made = self.rendered(turns, answers, how, marked)
-        except BadLine:
-            with suppress(BadLine):
+        except BadLine as error:
+            try:
                 made = self.rendered([*map(forms.as_sent, turns)], answers, how, marked)
-            if not made:
-                raise
-        self.counts["with messages after the last answer, which are left out"] += (
-            answers[-1] < len(messages) - 1
-        )
-        self.counts["split, as the template rewrites answers"] += len(made) > 1
+            except BadLine:
+                raise error from None
+        if answers[-1] < len(messages) - 1:
+            self.notes.append("with messages after the last answer, which are left out")
+        if len(made) > 1:
+            self.notes.append("split, as the template rewrites answers")
         return made
 
     def arguments(self, line: dict) -> dict[str, Any]:
         """What a conversation is rendered with. Raises DataError and, if the line asks for more than that, BadLine."""
         tools = line.get("tools")
-        own = forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object")
-        tools = forms.objects(tools, "tools") if forms.there(tools) else None
-        if own is not None and not isinstance(own, dict):
-            raise BadLine(f"{OF_CHATS[1]}, an object", type(own).__name__, SKIP)
+        if not forms.there(tools):
+            tools = None
+        else:
+            tools = forms.objects(tools, "tools, a list of objects or its JSON")
+        own = line.get("chat_template_kwargs") or {}
+        own = forms.loaded(own, "chat_template_kwargs, an object")
+        if not isinstance(own, dict):
+            raise BadLine("chat_template_kwargs, an object", type(own).__name__)
         if self.tokenizer.chat_template is None:
             fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
         text = self.tokenizer.get_chat_template(tools=tools)
         text = NOW.sub(lambda call: repr(DATE.strftime(call[2])), text)
         if "strftime_now(" in text:
+            expected = "a chat template without today's date"
             fix = "put a date into it: examples must be the same on every day"
-            raise unusable(
-                self.name, "a chat template without today's date", "strftime_now of a variable", fix
-            )
-        args = self.rules.template_args | (own or {})
+            raise unusable(self.name, expected, "strftime_now of a variable", fix)
+        args = self.rules.template_args | own
         for name in [*args, "tools"] if tools else args:
             if not re.search(rf"\b{re.escape(name)}\b", text) or (name in args and name in OWN):
-                raise BadLine(
-                    "what the chat template knows", f"{name[:40]}, which it does not", SKIP
-                )
+                found = f"{name[:40]}, which it does not"
+                raise BadLine("what the chat template knows", found)
         return self.tokenizer.special_tokens_map | args | dict(chat_template=text, tools=tools)
 
     def rendered(
@@ -253,19 +247,7 @@ class ChatTemplate:
             made = {answers[-1]: Example(text, spans, True)}
         else:
             made = self.by_prefix(turns, answers, how)
-        if unread := self.unread(turns, made, how):
-            kept = [
-                {key: each for key, each in turn.items() if (i, key) not in unread}
-                for i, turn in enumerate(turns)
-            ]
-            for number, turn in enumerate(kept, 1):
-                forms.cleaned(turn, number)  # raises for one that has lost all text
-            examples = self.rendered(kept, answers, how, marked)
-            self.counts.update(
-                f"with {key[:40]!r} of a message dropped"
-                for key in sorted({key for _, key in unread})
-            )
-            return examples
+        self.check_texts(turns[: answers[-1] + 1], made, how)
         return [made[i] for i in sorted(made)]
 
     def by_prefix(self, turns: list[dict], answers: list[int], how: dict) -> dict[int, Example]:
@@ -273,88 +255,53 @@ class ChatTemplate:
         made: dict[int, Example] = {}
         for i in reversed(answers):
             before, whole = asked(turns[: i + 1], how)
-            good = whole.startswith(before)
+            fits = whole.startswith(before)
             content = (turns[i]["content"] or "").strip()
             # A header would count as part of the answer.
             if "add_generation_prompt" not in how["chat_template"]:
-                good &= whole[len(before) :].lstrip().startswith(content)
-            if not good:
+                fits &= whole[len(before) :].lstrip().startswith(content)
+            if not fits:
                 raise self.why(turns[: i + 1], how, before, whole)
-            span = (len(before), len(whole.rstrip()))
+            span = (len(before), max(len(before), len(whole.rstrip())))
             later = next(reversed(made.values()), None)
             if later and later.text.startswith(whole):
-                later.spans.append(span)
+                later.spans.insert(0, span)
             else:
                 made[i] = Example(whole, [span], True)
         return made
 
     def why(self, turns: list[dict], how: dict, before: str, whole: str) -> BadLine:
         """What is wrong with a template that asks for the last message with `before` and then writes `whole`."""
+        number = len(turns)
         history, _ = render(turns[:-1], how)
-        if not (before.startswith(history) and whole.startswith(history)) or whole.startswith(
-            before
-        ):
-            found = f"another text before or around message {len(turns)}"
-            return BadLine(
-                "a template that only adds an answer to what comes before it", found, TEMPLATE
-            )
-        prompt = before[len(history) :]
+        if commonprefix((history, before, whole)) != history or whole.startswith(before):
+            expected = "a template that only adds an answer to what comes before it"
+            return BadLine(expected, f"another text before or around message {number}", TEMPLATE)
+        prompt, answer = before[len(history) :], whole[len(history) :]
+        expected = "an answer that begins as the generation prompt"
+        if "think>" in prompt:
+            expected += f", which {'closes' if '</think>' in prompt else 'opens'} <think>"
         fix = way_on(how["chat_template"])
-        found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
-        thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * (
-            "<think>" in prompt
-        )
         for name, value in product(SWITCHES, (True, False)):
             before, whole = asked(turns, how | {name: value})
             if name in how["chat_template"] and whole.startswith(before):
                 fix = f"""add "chat_template_kwargs": {{"{name}": {str(value).lower()}}} to the line"""
-        return BadLine(f"an answer that begins as the generation prompt{thinks}", found, fix)
+        return BadLine(
+            expected, f"{prompt!r}, then {answer[: len(prompt) + 20]!r} as message {number}", fix
+        )
 
-    def unread(
-        self, turns: list[dict], made: dict[int, Example], how: dict
-    ) -> set[tuple[int, str]]:
-        """{(number of a message, key)} of keys that nothing reads and that shall be dropped. Raises BadLine for those
-        that shall not, and for a text that is in no example."""
-        seen = turns[: max(made) + 1]
-        marked, texts = forms.with_marks(seen)
+    def check_texts(self, turns: list[dict], made: dict[int, Example], how: dict) -> None:
+        """Raises BadLine for a text of a message that is in no example."""
+        marked, texts = forms.with_marks(turns)
         pages = []  # (rendering, whether it has marks)
         for last, example in made.items():
-            try:
+            page = ""
+            with suppress(BadLine):
                 page, _ = render(marked[: last + 1], how)
-            except BadLine:
-                page = ""
             faithful = forms.MARK.sub("", page) == forms.MARK.sub("", example.text)
             pages.append((page, True) if faithful else (example.text, False))
-        lost = {
-            (text.number - 1, text.key): text
-            for text in reversed(texts)
-            if not any(text.is_in(*page) for page in pages)
-        }
-        keys = lost.keys() | {
-            (i, key) for i, turn in enumerate(seen) for key in forms.switches(turn)
-        }
-        unread = {
-            (i, key)
-            for i, key in keys
-            if key != "content" and not self.is_read(seen, i, key, made, how)
-        }
-        for i, key in sorted(keys):
-            if (i, key) in unread and self.rules.unknown_keys == "refuse":
-                found = f"{key[:40]!r} in message {i + 1}"
-                fix = "leave it out, or add --unknown-keys drop"
-                raise BadLine("keys that the chat template reads", found, fix)
-            if (i, key) in lost and (i, key) not in unread:
-                found = f"no {lost[i, key].text[:60]!r} of the {key[:40]} in message {i + 1} ({turns[i]['role']})"
+        for text in texts:
+            if not any(text.is_in(*page) for page in pages):
+                role = turns[text.number]["role"]
+                found = f"no {text.text[:60]!r} of the {text.key[:40]} in message {text.number + 1} ({role})"
                 raise BadLine("a chat template that renders all texts", found, RENDER)
-        return unread
-
-    def is_read(
-        self, turns: list[dict], i: int, key: str, made: dict[int, Example], how: dict
-    ) -> bool:
-        """Whether the template makes another text of message i, or none, without the key."""
-        last = min(each for each in made if each >= i)
-        less = {name: value for name, value in turns[i].items() if name != key}
-        try:
-            return render([*turns[:i], less, *turns[i + 1 : last + 1]], how)[0] != made[last].text
-        except BadLine:
-            return True
