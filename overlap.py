@@ -41,7 +41,7 @@ GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUT
 # and the value that keeps each out: torch 2.14 turns on enable_simple_overlap, global
 # settings of others may turn on the rest. torch.compile refuses an option that it does
 # not know.
-OFF = {
+DISABLED_INDUCTOR_PASSES = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
@@ -50,7 +50,11 @@ OFF = {
     "bucket_reduce_scatters_fx": "none",
     "bucket_all_reduces_fx": "none",
 }
-OFF = {name: value for name, value in OFF.items() if hasattr(inductor_config, name)}
+DISABLED_INDUCTOR_PASSES = {
+    name: value
+    for name, value in DISABLED_INDUCTOR_PASSES.items()
+    if hasattr(inductor_config, name)
+}
 LAYOUT = {
     operator.getitem,
     aten.reshape.default,
@@ -81,11 +85,13 @@ def compile_options(
     Raises ValueError for a model that is not wrapped, another `ahead`, or a
     post_grad_custom_post_pass that is set already. Warns, while compiling, of a graph
     without any unit, and of options that move the collectives again."""
-    _, options = passes(model, whole_step, ahead)
+    _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
 
 
-def passes(model: nn.Module, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
+def overlap_pass_and_options(
+    model: nn.Module, whole_step=False, ahead=1.0
+) -> tuple["Overlap", dict]:
     """What moves the collectives, and compile_options, of which it is a part on several
     ranks."""
     part = 0 <= ahead <= 1
@@ -112,7 +118,7 @@ def passes(model: nn.Module, whole_step=False, ahead=1.0) -> tuple["Overlap", di
             "compile_options() would replace it: reset it, or call both passes from "
             "one of your own"
         )
-    return moves, dict(post_grad_custom_post_pass=moves) | OFF
+    return moves, dict(post_grad_custom_post_pass=moves) | DISABLED_INDUCTOR_PASSES
 
 
 class Overlap(CustomGraphPass):
@@ -125,7 +131,7 @@ class Overlap(CustomGraphPass):
         self.ahead = ahead
         # How many groups of collectives are under way beside the one that is computed
         # with.
-        self.early = max(1, int(ahead))
+        self.groups_in_flight = max(1, int(ahead))
         # One rank tells.
         self.warned = torch.distributed.get_rank() > 0
 
@@ -169,7 +175,7 @@ class Overlap(CustomGraphPass):
     def warn_of_options(self) -> None:
         undone = [
             name
-            for name, value in OFF.items()
+            for name, value in DISABLED_INDUCTOR_PASSES.items()
             if getattr(inductor_config, name) != value
         ]
         if undone:
@@ -223,7 +229,7 @@ class Overlap(CustomGraphPass):
         later = (n for n in products if n > after and n not in forward)
         backward = next(later, None)
         for wait in waits:  # what a checkpoint cut up again is what was cut up before
-            cuts = sorted(filter(is_cut, layouts(wait)))
+            cuts = sorted(filter(is_cut, views_of(wait)))
             for cut in cuts[1:]:
                 cut.replace_all_uses_with(cuts[0])
         waits.sort()
@@ -244,8 +250,8 @@ class Overlap(CustomGraphPass):
         start = None
         for i, group in enumerate(groups(gathers)):
             use = first_use(group[0])
-            if i >= self.early:
-                before = arrived[i - self.early].next
+            if i >= self.groups_in_flight:
+                before = arrived[i - self.groups_in_flight].next
             elif i:
                 before = start.next
             if i and self.ahead < 1:
@@ -277,7 +283,7 @@ class Overlap(CustomGraphPass):
             if late and self.ahead < 1:
                 at = part_of(late[-1][-1], last, self.ahead) or last
             # The caller sorts what uses them behind them.
-            for waits in reversed(late[-self.early :]):
+            for waits in reversed(late[-self.groups_in_flight :]):
                 put_behind(at, waits)
             waits = [wait_of(start) for start in group]
             put_behind(last, waits)
@@ -369,7 +375,7 @@ def wait_of(start: fx.Node) -> fx.Node:
     return min(start.users)
 
 
-def layouts(wait: fx.Node) -> list[fx.Node]:
+def views_of(wait: fx.Node) -> list[fx.Node]:
     """What was waited for, and its views, casts, copies and parts."""
     whole = [wait]
     for n in whole:  # grows while it is walked
@@ -384,7 +390,7 @@ def layouts(wait: fx.Node) -> list[fx.Node]:
 def first_use(start: fx.Node) -> fx.Node:
     """What first computes with what a gather gives. Inductor moves some waits there,
     and leaves others."""
-    whole = layouts(wait_of(start))
+    whole = views_of(wait_of(start))
     uses = (user for n in whole for user in n.users if user not in whole)
     return min(uses, default=whole[0])
 
@@ -433,7 +439,7 @@ def gathers_of_parameters(g: fx.Graph) -> list[fx.Node]:
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
     """What backward reads of a gathered weight becomes a copy of it, gather included,
     at the first such use."""
-    whole = layouts(wait)
+    whole = views_of(wait)
     cuts = filter(is_cut, whole)
     marks = [n.meta.get("recompute") for n in (wait, *cuts)]
     if any(mark not in GATHER_AGAIN for mark in marks):

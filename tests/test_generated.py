@@ -21,7 +21,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from overlap import OFF, compile_options
+from overlap import DISABLED_INDUCTOR_PASSES, compile_options
 from simple_fsdp import data_parallel
 
 DEPTH = 4
@@ -178,10 +178,10 @@ def test_global_settings_of_others_change_neither_order_nor_bytes(settings):
 
 
 def test_a_version_is_given_only_the_options_that_it_has():
-    torch.compile(lambda: None, options=dict(OFF))  # raises for an unknown one
+    torch.compile(lambda: None, options=dict(DISABLED_INDUCTOR_PASSES))  # raises for an unknown one
     simple = "aten_distributed_optimizations.enable_simple_overlap"
-    assert (simple in OFF) == (torch.__version__ >= (2, 14))
-    assert OFF["reorder_for_peak_memory"] is False
+    assert (simple in DISABLED_INDUCTOR_PASSES) == (torch.__version__ >= (2, 14))
+    assert DISABLED_INDUCTOR_PASSES["reorder_for_peak_memory"] is False
 
 
 def test_options_of_a_model_that_is_not_wrapped_yet_are_refused():

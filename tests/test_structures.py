@@ -274,7 +274,7 @@ def compiled(function, x, fork):
         run._boxed_call = True
         return run
 
-    with tracing(), inductor_config.patch(overlap.OFF | dict(post_grad_custom_post_pass=fork)):
+    with tracing(), inductor_config.patch(overlap.DISABLED_INDUCTOR_PASSES | dict(post_grad_custom_post_pass=fork)):
         y = torch.compile(function, backend=partial(compile_fx.compile_fx, inner_compile=inner))(x)
         y.square().mean().backward()
 
