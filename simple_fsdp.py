@@ -29,6 +29,7 @@ refuses what would be silently wrong, and draws initial values as one process wo
 """
 
 import functools
+import hashlib
 import operator
 import threading
 import weakref
@@ -38,9 +39,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -51,9 +54,9 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the modules of is_fake and dispatch,
-# the names below, and the attributes Module._parameters, Module._compiled_call_impl,
-# Tensor._base, Tensor._version, Tensor._backward_hooks,
+# All that this file uses of torch's private names: the modules of is_fake, skip_code
+# and dispatch, the names below, and the attributes Module._parameters,
+# Module._compiled_call_impl, Tensor._base, Tensor._version, Tensor._backward_hooks,
 # Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata, OpOverload._schema,
 # DTensor._local_tensor, DTensor._spec, ProcessGroup._get_backend,
 # ProcessGroupGloo.Options._threads, RNNBase._flat_weights, RNNBase._flat_weights_names,
@@ -85,6 +88,30 @@ MODES = ("replicate", "fully_shard", "hybrid_shard")
 # Methods of modules that fill parameters.
 INITIALISE = ("apply", "reset_parameters", "init_weights")
 
+
+def _outside_dynamo(function):
+    """Runs `function`, and all that it calls, where Dynamo does not look. Where
+    compiled code falls back to Python (a graph break, a frame without tensors, the
+    limit of recompilations), Dynamo takes what runs there for the user's code and
+    compiles it; eager code of this file cannot be compiled. Costs nothing else."""
+    closed = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        if _compiled_code_runs() is None:
+            return function(*args, **kwargs)
+        return closed(*args, **kwargs)
+
+    return _skipped_by_dynamo(run)
+
+
+def _skipped_by_dynamo(function):
+    """Dynamo does not compile `function` itself, but what it calls, which is the
+    user's."""
+    skip_code(function.__code__)
+    return function
+
+
 # ===================================================================== part 1: the core
 
 
@@ -100,7 +127,16 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-Work = Generator[None, None, list[Tensor]]
+class GatherPolicy(NamedTuple):
+    """What data_parallel() was told about the parameters of a module."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reshard_after_forward: bool
+
+
+# A collective that has started: `next` starts it, the end waits for it.
+PendingCollective = Generator[None, None, list[Tensor]]
 _enabled = True  # False inside disable_data_parallel()
 # By id: the modules given to data_parallel(), and copies of wrapped ones.
 _roots = weakref.WeakValueDictionary()
@@ -134,15 +170,12 @@ _strict = SimpleNamespace(
 #            -> cut up: [1, 12] is w [3, 4], [1, 3] is b [3]
 
 
-def _dtypes(p: DTensor, policy: tuple) -> tuple:
-    """The dtype that `p` is gathered in and the one that its gradient is reduced in.
-    policy: (param_dtype, reduce_dtype, reshard_after_forward), as data_parallel() got
-    them."""
-    param_dtype, reduce_dtype, _ = policy
+def _dtypes(p: DTensor, policy: GatherPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that `p` is gathered in and the one that its gradient is reduced in."""
     if not p.dtype.is_floating_point:
         return p.dtype, p.dtype
-    dtype = param_dtype or p.dtype
-    return dtype, reduce_dtype or dtype
+    dtype = policy.param_dtype or p.dtype
+    return dtype, policy.reduce_dtype or dtype
 
 
 def _shard_count(p: DTensor) -> int:
@@ -169,14 +202,14 @@ def _pad(t: Tensor, rows: int) -> Tensor:
     return t.contiguous()  # after padding, too, which keeps channels_last
 
 
-def _fit(t: Tensor, shape: torch.Size) -> Tensor:
+def _unpad(t: Tensor, shape: torch.Size) -> Tensor:
     """What a collective gave, without the padding, in this shape."""
     if t.numel() != shape.numel():
         t = t.view(-1)[: shape.numel()]
     return t if t.shape == shape else t.view(shape)
 
 
-def _join(tensors: list[Tensor], rows: int) -> Tensor:
+def _concat_rows(tensors: list[Tensor], rows: int) -> Tensor:
     """Tensors side by side, each as [rows, n], as one flat tensor; one alone as it
     is."""
     if len(tensors) == 1:
@@ -184,14 +217,16 @@ def _join(tensors: list[Tensor], rows: int) -> Tensor:
     return torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
 
 
-def _part(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
-    """What `_join` laid side by side, cut up again into [rows, size] for each size."""
+def _split_rows(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
+    """What `_concat_rows` laid side by side, cut up again into [rows, size] for each
+    size."""
     return [flat] if len(sizes) == 1 else cut(flat.view(rows, -1), sizes, 1)
 
 
 def _collective(call, *args) -> Tensor:
-    """Where gradients are ours to compute, torch needs not ask whether there are any: a
-    call takes half the time."""
+    """Calls a functional collective below autograd. Its Autograd key has a fallback
+    that asks whether gradients are needed, which doubles the host time of a call; here
+    the gradient is written by hand (_Gather, _Reduce)."""
     with _below_autograd():
         return call(*args)
 
@@ -201,7 +236,7 @@ def _collective(call, *args) -> Tensor:
 # too. On one rank _reduce does not stop.
 
 
-def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
+def _all_gather(params: list[DTensor], dtype: torch.dtype) -> PendingCollective:
     """Parameters that are alike -> whole tensors."""
     shards = [p._local_tensor.to(dtype) for p in params]
     pairs = zip(shards, params, strict=True)
@@ -212,23 +247,23 @@ def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
         # apart.
         return [t.view_as(t) if t is p._local_tensor else t for t, p in pairs]
     shards = [_pad(t, -(-len(p) // ranks)) for t, p in pairs]  # each [n / N, ..]
-    flat = _join(shards, 1)
+    flat = _concat_rows(shards, 1)
     name = params[0].device_mesh.get_group(-1).group_name
     flat = _collective(_c10d.all_gather_into_tensor, flat, ranks, name)
     try:
         yield
     finally:
         flat = _collective(_c10d.wait_tensor, flat)
-    parts = _part(flat, ranks, [t.numel() for t in shards], _cut)
-    return [_fit(t, p.shape) for t, p in zip(parts, params, strict=True)]
+    parts = _split_rows(flat, ranks, [t.numel() for t in shards], _cut)
+    return [_unpad(t, p.shape) for t, p in zip(parts, params, strict=True)]
 
 
-def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
+def _average(grads: list[Tensor], p: DTensor, cut) -> PendingCollective:
     """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the
     shards."""
     ranks = _shard_count(p)
     grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
-    flat = _join(grads, ranks)
+    flat = _concat_rows(grads, ranks)
     # hybrid_shard: scatters, then reduces the shards.
     mesh = p.device_mesh
     dims = [dim for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
@@ -244,23 +279,25 @@ def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
                 yield
         finally:
             flat = _collective(_c10d.wait_tensor, flat)
-    return _part(flat, 1, [t.numel() // ranks for t in grads], cut)
+    return _split_rows(flat, 1, [t.numel() // ranks for t in grads], cut)
 
 
-def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Work:
+def _reduce(
+    node_meta: dict | None, dtype: torch.dtype, params, *grads: Tensor
+) -> PendingCollective:
     """Whole gradients -> averages over the ranks, as shards in the stored dtype."""
-    with _annotated(note):
+    with _annotated(node_meta):
         shards = [grad.to(dtype) for grad in grads]
         if params[0].device_mesh.size() > 1:
             # Graphs get views, and copy where the optimizer reads. In eager mode a view
             # would hold the gradients of the whole unit.
-            cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
+            cut = torch.split_with_sizes if node_meta else torch.split_with_sizes_copy
             shards = yield from _average(shards, params[0], cut)
         shards = [
-            _fit(t, p._local_tensor.shape).to(p.dtype)
+            _unpad(t, p._local_tensor.shape).to(p.dtype)
             for t, p in zip(shards, params, strict=True)
         ]
-    if note is None:
+    if node_meta is None:
         # On one rank, without a cast, nothing was copied: autograd may have given
         # several the same memory, or an expanded tensor that is one element.
         copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
@@ -273,46 +310,51 @@ def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Wo
     )
 
 
-def _result(work: Work):
-    """Runs it to its end."""
+def _run_to_end(pending: PendingCollective):
+    """Waits for a collective (starts it, if it has not): what the generator returns."""
     while True:
         try:
-            next(work)
+            next(pending)
         except StopIteration as end:
             return end.value
 
 
-def _apply_to_given(apply, grads, params) -> list:
-    """What `apply` makes of the gradients that are not None, each in the place of its
-    own. All ranks must lack the same ones: else sizes do not match or, unseen,
-    gradients of different parameters are averaged. Experts that got no token need a
-    gradient of zeros."""
-    given = [grad for grad in grads if grad is not None]
-    params = [p for grad, p in zip(grads, params, strict=True) if grad is not None]
-    results = iter(apply(params, *given) if given else ())
+def _map_non_none(function, grads, params) -> list:
+    """Calls `function(params, *grads)` with the gradients that are not None and their
+    parameters; returns a list as long as `grads`, with None where there was None. All
+    ranks must lack the same ones: else sizes do not match or, unseen, gradients of
+    different parameters are averaged. Experts that got no token need a gradient of
+    zeros."""
+    pairs = zip(grads, params, strict=True)
+    present = [(grad, p) for grad, p in pairs if grad is not None]
+    results = iter(())
+    if present:
+        present_grads, present_params = zip(*present, strict=True)
+        results = iter(function(present_params, *present_grads))
     return [None if grad is None else next(results) for grad in grads]
 
 
 class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in
-    `dtype`, by one all-gather. note: for the nodes that a graph gets in backward
-    (compiled code), or None. work: the gather, if it has begun."""
+    `dtype`, by one all-gather. node_meta: for the nodes that a graph gets in backward
+    (compiled code), or None. pending: the gather, if it has started."""
 
     @staticmethod
-    def forward(ctx, note, dtypes, work, *params: DTensor):
-        ctx.note = note
+    def forward(ctx, node_meta, dtypes, pending, *params: DTensor):
+        ctx.node_meta = node_meta
         dtype, ctx.reduce_dtype = dtypes
         ctx.params = params
         ctx.set_materialize_grads(False)
-        wholes = _result(work or _all_gather(params, dtype))
+        wholes = _run_to_end(pending or _all_gather(params, dtype))
         frozen = [t for t, p in zip(wholes, params, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
 
     @staticmethod
+    @_outside_dynamo
     def backward(ctx, *grads):
-        reduce = functools.partial(_Reduce.apply, ctx.note, ctx.reduce_dtype)
-        return None, None, None, *_apply_to_given(reduce, grads, ctx.params)
+        reduce = functools.partial(_Reduce.apply, ctx.node_meta, ctx.reduce_dtype)
+        return None, None, None, *_map_non_none(reduce, grads, ctx.params)
 
 
 class _Reduce(torch.autograd.Function):
@@ -321,13 +363,14 @@ class _Reduce(torch.autograd.Function):
     gradients work too."""
 
     @staticmethod
-    def forward(ctx, note, dtype, params, *grads: Tensor):
+    def forward(ctx, node_meta, dtype, params, *grads: Tensor):
         ctx.dtypes = (grads[0].dtype, dtype)
         ctx.params = params
         ctx.set_materialize_grads(False)
-        return _result(_reduce(note, dtype, params, *grads))
+        return _run_to_end(_reduce(node_meta, dtype, params, *grads))
 
     @staticmethod
+    @_outside_dynamo
     def backward(ctx, *grads):
         def gather(params, *grads):
             shards = [
@@ -336,7 +379,7 @@ class _Reduce(torch.autograd.Function):
             ]
             return _Gather.apply(None, ctx.dtypes, None, *shards)
 
-        return None, None, None, *_apply_to_given(gather, grads, ctx.params)
+        return None, None, None, *_map_non_none(gather, grads, ctx.params)
 
 
 # ----------------------------------------------------- the operations for compiled code
@@ -350,10 +393,11 @@ _library = torch.library.Library("simple_fsdp", "FRAGMENT")
 _operations = torch.ops.simple_fsdp
 _loader = globals().get("__loader__")
 _readable = hasattr(_loader, "get_data")  # not where it was pasted into a notebook
-# Of this file's source, for the compile caches: of a number, since hashes of bytes
-# differ from process to process.
+# Of this file's source, for the compile caches.
 _VERSION = (
-    hash(int.from_bytes(_loader.get_data(__file__))) if _readable else id(_library)
+    hashlib.blake2b(_loader.get_data(__file__), digest_size=8).hexdigest()
+    if _readable
+    else id(_library)
 )
 # Which copy of this file it is in the process: each has operations of its own.
 _COPY = next(i for i in count() if not hasattr(_operations, f"gather_{i}"))
@@ -383,19 +427,19 @@ def _cut_shapes(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
 
 
 @contextmanager
-def _annotated(note: dict | None) -> Iterator[list]:
+def _annotated(node_meta: dict | None) -> Iterator[list]:
     """Notes whose they are at the nodes that AOTAutograd's graph gets inside of it;
     gives a list of them, too."""
     nodes = []
-    graph = get_proxy_mode().tracer.graph.nodes if note else ()
+    graph = get_proxy_mode().tracer.graph.nodes if node_meta else ()
     before = len(graph)
     yield nodes
     nodes += islice(reversed(graph), len(graph) - before)
     for node in nodes:
-        node.meta.update(note)
+        node.meta.update(node_meta)
 
 
-def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
+def _traced_gather(params: list[DTensor], policy: GatherPolicy) -> tuple[Tensor, ...]:
     """Gathers, in the graph that AOTAutograd makes, parameters that are alike.
     overlap.py reads what is noted: the path of the unit in the graph, "" for what lies
     in none, and of each parameter that path, or else its module's, and its shape."""
@@ -404,28 +448,29 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
     path = unit = ""
     for path, cls in modules:
         unit = path if _is_unit(cls) else unit
-    note = dict(unit=unit, bucket=[(unit or path, tuple(p.shape)) for p in params])
-    with _annotated(note) as nodes:
-        wholes = _Gather.apply(note, _dtypes(params[0], policy), None, *params)
+    shapes = [(unit or path, tuple(p.shape)) for p in params]
+    node_meta = dict(unit=unit, bucket=shapes)
+    with _annotated(node_meta) as nodes:
+        wholes = _Gather.apply(node_meta, _dtypes(params[0], policy), None, *params)
 
     # Backward gathers again, as it would under a checkpoint. Without
     # reshard_after_forward the parts are saved, not the rows that they were cut from.
-    *_, reshard = policy
     parts = (
         (_cut, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
     )
     for node in nodes:
-        saved = not reshard and node.target in parts
+        saved = not policy.reshard_after_forward and node.target in parts
         node.meta["recompute"] = (
             CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         )
-        # Larger than the id of any checkpoint in the graph: the partitioner saves a
-        # node of which a reader has a larger id, which would be the gathered weight.
+        # A region id of its own, larger than that of any checkpoint in the graph. Read
+        # by cleanup_recompute_tags (torch/_functorch/partitioners.py): of a node whose
+        # reader has a larger id it saves the result, here the gathered weight.
         node.meta["ac_graph_id"] = 1 << 60
     return wholes
 
 
-def _gather_key(p: DTensor, policy: tuple) -> tuple:
+def _gather_key(p: DTensor, policy: GatherPolicy) -> tuple:
     """(key, shard). The key says in which trace, how, and how differentiable a
     parameter is gathered: under another key it is another tensor. Graphs inside of a
     graph (torch.cond, a checkpoint) share the parameter, hence the tracer's id. The
@@ -441,13 +486,16 @@ def _gather_key(p: DTensor, policy: tuple) -> tuple:
 def _gather_all(params: list[DTensor], *policy) -> None:
     if get_proxy_mode() is None:  # Dynamo asks for shapes: there are none
         return
+    policy = GatherPolicy(*policy)
     # A unit that runs twice is gathered once, and reduces the sum of its gradients. So
     # is a tied parameter.
     keys = {p: _gather_key(p, policy)[0] for p in params}
     new = [p for p in keys if getattr(p, "_gathered", (None,))[0] != keys[p]]
-    for alike in _alike(new):
-        wholes = _traced_gather(alike, policy)
-        for p, whole in zip(alike, wholes, strict=True):
+    for group in _group_by_layout(new):
+        wholes = _traced_gather(group, policy)
+        for p, whole in zip(group, wholes, strict=True):
+            # The key again: the gather itself may have made functionalization give the
+            # shard another tensor, whose id is part of the key.
             p._gathered = *_gather_key(p, policy), whole
 
 
@@ -456,7 +504,7 @@ def _gather_one(p: DTensor, *policy) -> Tensor:
     # Dynamo, and AOTAutograd before it has a graph, ask for shapes. backend="eager"
     # makes no graph: there each parameter is gathered alone, and kept for backward.
     if get_proxy_mode() is None:
-        return _Gather.apply(None, _dtypes(p, policy), None, p)[0]
+        return _Gather.apply(None, _dtypes(p, GatherPolicy(*policy)), None, p)[0]
     _gather_all([p], *policy)
     return p._gathered[-1]
 
@@ -470,7 +518,7 @@ _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(
 )
 
 
-def _alike(params: Iterable[DTensor]) -> Iterable[list[DTensor]]:
+def _group_by_layout(params: Iterable[DTensor]) -> Iterable[list[DTensor]]:
     """Sets of parameters that one collective can carry."""
     sets = {}
     for p in params:
@@ -485,14 +533,17 @@ def _is_unit(cls: type) -> bool:
     return getattr(cls, "_data_parallel_unit", False)
 
 
-def _plain(module: nn.Module) -> type:
+def _unwrapped_class(module: nn.Module) -> type:
     """The class of a module before data_parallel()."""
     return getattr(type(module), "_data_parallel_class", type(module))
 
 
 def _is_list(module: nn.Module) -> bool:
     """A ModuleList, ModuleDict or Sequential, unless it has a forward of its own."""
-    plain = _plain(module).forward in (nn.Sequential.forward, nn.Module.forward)
+    plain = _unwrapped_class(module).forward in (
+        nn.Sequential.forward,
+        nn.Module.forward,
+    )
     return plain and isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
@@ -503,11 +554,18 @@ def _is_built(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module, listed: bool) -> bool:
     """Whether a module holds a list of blocks: built modules, of which two have one
-    class, or just one. Such are a model's `layers`, and the stages of a vision model,
-    each with blocks of its own. A block that holds a list of experts is none: attention
-    stands beside that list, and experts are made of layers, or of a Sequential of them.
-    A member of a list (`listed`) counts as a stage only if the blocks in it are made of
-    built modules."""
+    class, or just one. Then it is looked into, and its blocks are the units. A member
+    of a list (`listed`) counts as a stage only if the blocks in it are made of built
+    modules. Three models, and what is asked of which module:
+
+        layers: [Block(attention, mlp), Block, ..]        the model: yes
+        stages: [Stage(blocks: [Block(conv, conv)]), ..]  the model: yes, a Stage: yes
+        layers: [Block(attention, experts: [Mlp(up, down), Mlp, ..]), ..]
+                                                          the model: yes, a Block: no
+
+    Experts are no units: ranks whose tokens choose different experts would gather at
+    different times, and deadlock. What tells them from blocks: attention stands beside
+    their list, and an expert is made of layers, or of a Sequential of them."""
     built = [
         m
         for m in module.modules()
@@ -515,7 +573,7 @@ def _holds_blocks(module: nn.Module, listed: bool) -> bool:
     ]
     for each in filter(_is_list, module.modules()):
         blocks = [m for m in each.children() if m in built]
-        classes = {_plain(m) for m in blocks}
+        classes = {_unwrapped_class(m) for m in blocks}
         if len(blocks) != 1 and len(classes) == len(blocks):
             continue  # a list of different things
         inner = [child for m in blocks for child in m.children()]
@@ -528,7 +586,7 @@ def _holds_blocks(module: nn.Module, listed: bool) -> bool:
     return False
 
 
-def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
+def _unit_candidates(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
     """(module, whether it is in a list) of the built children, and of the members of
     lists in place of a list."""
     for child in parent.children():
@@ -536,7 +594,7 @@ def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
             [m for m in child.children() if _is_built(m)] if _is_list(child) else []
         )
         if members or isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child, True)
+            yield from _unit_candidates(child, True)
         elif _is_built(child):
             yield child, listed
 
@@ -546,11 +604,43 @@ def units_of(model: nn.Module) -> list[str]:
     no list of blocks, and such that were given to data_parallel() before the model.
     Looked into instead are a Sequential of layers that is a third of the model or more,
     which would be whole at once, and the only part that a module has. Of a wrapped
-    model those that data_parallel() took."""
+    model those that data_parallel() took, from its `units` or by this guess."""
     units = [m for m in model.modules() if _is_unit(type(m))]
-    if not any("_data_parallel" in m.__dict__ for m in model.modules()):
+    if not any("_gather_policy" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
     return [name for name, module in model.named_modules() if module in units]
+
+
+def _listed_units(model: nn.Module, units: Iterable) -> list[list[nn.Module]]:
+    """The modules that data_parallel(units=..) names, as a list of groups that are
+    gathered together. ValueError for what is no unit of the model."""
+    by_name = dict(model.named_modules())
+    names = {module: name for name, module in by_name.items()}
+    groups = []
+    seen = set()
+    for entry in [units] if isinstance(units, str) else units:
+        entries = entry if isinstance(entry, list | tuple) else [entry]
+        group = [
+            by_name.get(each) if isinstance(each, str) else each for each in entries
+        ]
+        for module, given in zip(group, entries, strict=True):
+            if not isinstance(module, nn.Module) or module not in names:
+                raise ValueError(
+                    f"units: {given!r} is no module of the model: give names as in "
+                    "named_modules(), or modules"
+                )
+            name = names[module] or "the model"
+            if module in seen:
+                raise ValueError(f"units: {name} stands there twice")
+            if next(module.parameters(), None) is None:
+                raise ValueError(f"units: {name} has no parameters: leave it out")
+            if "_gather_policy" in module.__dict__:
+                raise ValueError(
+                    f"units: {name} is wrapped already: name units in the first call"
+                )
+            seen.add(module)
+        groups.append(group)
+    return groups
 
 
 def _elements(module: nn.Module) -> int:
@@ -562,7 +652,7 @@ def _find_units(model: nn.Module) -> set[nn.Module]:
     third = _elements(model) / 3
 
     def walk(parent):
-        parts = list(_parts(parent))
+        parts = list(_unit_candidates(parent))
         for part, listed in parts:
             large = _is_list(part) and _elements(part) >= third
             alone = len(parts) == 1 and not listed
@@ -590,9 +680,13 @@ def _members(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _members(child)
 
 
-def _gathers(owner: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters a unit, or a module of no unit, gathers."""
-    return [*_members(owner)] if _is_unit(type(owner)) else [owner]
+def _modules_gathered_by(owner: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are gathered with those of a unit (of all units of
+    its group, if `units` has put it into one), or of a module of no unit."""
+    if not _is_unit(type(owner)):
+        return [owner]
+    group = owner._data_parallel_group or (owner,)
+    return [member for unit in group for member in _members(unit)]
 
 
 # ---------------------------------------------------- the class that gathers on reading
@@ -612,7 +706,7 @@ def _reader(name: str) -> property:
             return p
         try:
             if torch.compiler.is_compiling():
-                return _gather(p, *module._data_parallel)
+                return _gather(p, *module._gather_policy)
             return _eager.read(module, p)
         except AttributeError as e:
             # nn.Module.__getattr__ would swallow it and give the shard.
@@ -631,10 +725,10 @@ def _reader(name: str) -> property:
 
 @functools.cache
 def _wrapped_class(
-    cls: type, names: tuple[tuple, ...], kind: str, is_root: bool
+    cls: type, names: tuple[tuple, ...], role: str, is_root: bool
 ) -> type:
     """The subclass of `cls` that gathers the parameters `names` when they are read.
-    kind: "unit", "part" of one, or "alone". There is one class for each set of
+    role: "unit", "part" of one, or "alone". There is one class for each set of
     arguments, with all else on the instance, so that equal blocks share one compiled
     frame. Beside each name is the shape: of a DTensor Dynamo guards the shard's alone,
     which 5 and 6 rows on two ranks have in common. Registries, such as those of Hugging
@@ -649,7 +743,7 @@ def _wrapped_class(
             return _eager.run(self, plain_forward, args, kwargs)
         if is_root:
             _strict.check_root(id(self))
-        if kind != "part" and _enabled:
+        if role != "part" and _enabled:
             _gather_members(self)
         return plain_forward(*args, **kwargs)
 
@@ -679,7 +773,7 @@ def _wrapped_class(
 
     # copy.deepcopy and pickle cannot find this class: they make it anew.
     def reduce(self, protocol):
-        return _new, (cls, names, kind, is_root), self.__getstate__()
+        return _new, (cls, names, role, is_root), self.__getstate__()
 
     attributes = dict(
         forward=forward,
@@ -688,8 +782,9 @@ def _wrapped_class(
         __qualname__=cls.__qualname__,
         _data_parallel_class=cls,
         _data_parallel_names=names,
-        _data_parallel_kind=kind,
-        _data_parallel_unit=kind == "unit",
+        _data_parallel_role=role,
+        _data_parallel_unit=role == "unit",
+        _data_parallel_group=(),  # the units gathered with this one: of the instance
         _data_parallel_root=is_root,
     )
     attributes |= {name: _reader(name) for name, _ in names}
@@ -698,7 +793,7 @@ def _wrapped_class(
     }
     if is_root:
         attributes["__call__"] = call
-    if kind == "unit":
+    if role == "unit":
         attributes["compile"] = compile
     if issubclass(cls, nn.RNNBase):
         # The list that RNNs keep and assign is ignored: it is read anew each time.
@@ -722,10 +817,10 @@ def _gather_members(module: nn.Module) -> None:
     """In compiled code: gathers what a unit gathers, or a module its own parameters,
     those of one policy at once."""
     sets = {}
-    for member in _gathers(module):
+    for member in _modules_gathered_by(module):
         own = [p for p in member._parameters.values() if isinstance(p, DTensor)]
         if own:
-            sets.setdefault(member._data_parallel, []).extend(own)
+            sets.setdefault(member._gather_policy, []).extend(own)
     for policy, params in sets.items():
         if len(params) > 1:  # one alone is gathered where it is read
             _gather_unit(params, *policy)
@@ -739,6 +834,7 @@ def data_parallel(
     *,
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
+    units: Iterable[str | nn.Module | list] | None = None,
 ) -> nn.Module:
     """Shards every parameter of `model` in place over `device_mesh` and returns it;
     values are those of rank 0. Modules that are wrapped already keep their shards and
@@ -754,28 +850,48 @@ def data_parallel(
 
     min_bytes: smaller parameters stay replicated, as do scalars and empty ones.
 
+    units: the modules, or their names, whose parameters are gathered by one collective
+    each; a list among them is gathered together: `["layers.0", "layers.1", ["norm",
+    "head"]]`. In eager mode such a group stays whole until the outermost forward ends.
+    None: the blocks that units_of() finds. All ranks must run units in the same order.
+
     Buffers are left alone. Raises ValueError, before anything is changed, for a wrong
     argument or a parameter that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
+    groups = _listed_units(model, units) if units is not None else []
     _tag_compile_cache(device_mesh)
-    policy = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
-    units = _find_units(model)
+    policy = GatherPolicy(
+        mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
+    )
+    listed = {module for group in groups for module in group}
+    if units is not None or getattr(model, "_data_parallel_units_listed", False):
+        model._data_parallel_units_listed = True  # a second call keeps them
+        wrapped = {module for module in model.modules() if _is_unit(type(module))}
+        units = listed | wrapped
+    else:
+        units = _find_units(model)
+    for group in groups:
+        if len(group) > 1:
+            for module in group:
+                module._data_parallel_group = tuple(group)
     inside = {member for unit in units for member in unit.modules()}
     for module in list(model.modules()):
-        if "_data_parallel" not in module.__dict__:
+        if "_gather_policy" not in module.__dict__:
             if module is not model and next(module.parameters(), None) is None:
                 continue
             _shard_own(module, device_mesh, mode, min_bytes)
-            module._data_parallel = policy
+            module._gather_policy = policy
             module.register_load_state_dict_pre_hook(_strict.check_saved)
         cls = type(module)
         own = tuple(
             (name, p.shape) for name, p in module._parameters.items() if p is not None
         )
         names = getattr(cls, "_data_parallel_names", own)
-        kind = "unit" if module in units else "part" if module in inside else "alone"
+        role = "unit" if module in units else "part" if module in inside else "alone"
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
-        module.__class__ = _wrapped_class(_plain(module), names, kind, is_root)
+        module.__class__ = _wrapped_class(
+            _unwrapped_class(module), names, role, is_root
+        )
     _roots[id(model)] = model
     return model
 
@@ -805,6 +921,7 @@ class _Replaced(nn.Parameter):
     grad = property(_refuse, _refuse)
 
 
+@_outside_dynamo
 def _separate(p: DTensor) -> None:
     """Compiled code may give parameters of equal gradients the same memory, or one
     element for all. Gradients are added up and clipped in place: each needs its own."""
@@ -871,8 +988,8 @@ def describe(model: nn.Module) -> list[ParameterRow]:
     for name, p in model.named_parameters():
         local = getattr(p, "_local_tensor", p)
         placement = "-" if local is p else repr(p.placements[-1])
-        around = [unit for unit in units if name.startswith(f"{unit}.")]
-        unit = max(around, key=len, default="")
+        around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+        unit = max(around, key=len) or "(model)" if around else ""
         rows.append(
             ParameterRow(
                 name,
@@ -889,28 +1006,51 @@ def describe(model: nn.Module) -> list[ParameterRow]:
 
 # =================================================================== part 2: eager mode
 #
-# A unit's parameters are gathered when its forward first reads one of them, kept in a
-# memo, and freed when it ends. From the second forward on their gather began one unit
-# before: a _Course knows what comes next. A layer saves its gathered weight for
-# backward; hooks have autograd keep a _SavedView instead. The _Bucket that gathered it
-# hangs on the storage of the weight, where every view of it finds it and with which it
-# is freed. A checkpoint, which repeats a part of a forward while backward runs, finds
-# the bucket by the parameter.
+# [Note: two units in eager mode]
+#
+#   forward   _Begin(1) _End(1) _Begin(2) layers 1, _End(2) _Begin(3) layers 2, ..
+#   backward  .., layers 2, _Begin(3) _End(2), layers 1, _Begin(2) _End(1) _Begin(1)
+#
+# A gather is two nodes of the autograd graph, shards -> _Begin -> token -> _End ->
+# whole tensors. _Begin starts the all-gather and _End waits for it; in backward _End
+# starts the reduce-scatter and _Begin waits for it. Autograd runs the node with the
+# latest sequence number first, so what forward ran between _Begin and _End has its
+# backward between theirs: whatever hides a gather in forward hides the reduction in
+# backward. _Begin(2) runs before the layers of 1 since a _GatherSchedule remembers what
+# followed 1 the last time.
+#
+# The whole tensors lie in a memo until the unit's forward ends. What a layer saves for
+# backward, hooks replace by a _SavedView: the first that is unpacked has its _Bucket
+# gather the unit again, and begin the one before it. The bucket hangs on the storage of
+# the whole tensor, where every view of it finds it and with which it is freed. A
+# checkpoint, which repeats a part of forward inside of backward, finds the bucket by
+# the parameter. In compiled code there is none of this: there `gather_unit` puts one
+# all-gather and its wait into the graph, the partitioner repeats them in backward, and
+# overlap.py moves them.
+#
+# Streams. On CUDA a functional collective runs on the stream of its process group.
+# ProcessGroupNCCL makes that stream wait for the current one, and wait_tensor makes the
+# current one wait for the collective; until that wait torch's registry of pending
+# functional collectives holds the buffers, so the caching allocator cannot give their
+# memory away. After it everything is ordered by the current stream alone. This is what
+# torch's source says (Functional.cpp, ProcessGroupNCCL.cpp); of more than one GPU it
+# was never run.
 
 
 class _Thread(threading.local):
-    # By _key: what the innermost running forward has gathered; None outside of any.
+    # By _ParameterState: what the innermost running forward has gathered; None outside
+    # of any.
     memo = None
     module = None  # whose forward that is
-    course = None  # the _Course of the outermost
+    schedule = None  # the _GatherSchedule of the outermost
 
 
 _thread = _Thread()
 _swapping = threading.RLock()  # for the time that a unit's modules hold whole tensors
-# By _key: the last to gather it, while backward may ask.
+# By _ParameterState: the last to gather it, while backward may ask.
 _buckets = weakref.WeakValueDictionary()
 # By module: which modules its last forward gathered, in turn.
-_orders = weakref.WeakKeyDictionary()
+_last_gather_orders = weakref.WeakKeyDictionary()
 _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parameter
 _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset")
 
@@ -927,7 +1067,7 @@ def _may_overlap(mesh: DeviceMesh) -> bool:
 
 
 @contextmanager
-def _hidden(grad: bool) -> Iterator[None]:
+def _outside_user_modes(grad: bool) -> Iterator[None]:
     """With or without gradients, whatever runs. torch.func's transforms do not see it,
     nor does a selective checkpoint, which is a mode: forward and what repeats it gather
     at different places."""
@@ -949,37 +1089,45 @@ class _Bucket:
     # would decide whether its backward begins it ahead.
     before = None
 
-    def __init__(self, params: list[DTensor], policy: tuple):
+    def __init__(self, params: list[DTensor], policy: GatherPolicy):
         self.params = params
         self.dtypes = _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
-        self.uses = 0  # how often backward will ask for one
+        # How often backward will read one of the parameters: _pack counts up, for each
+        # view that is saved, and _read, for each read under a checkpoint's hooks.
+        self.reads_expected = 0
         self.wholes = {}  # by parameter, once they were gathered again
-        # How often it still will; below 0 if nobody counted: the end of backward frees.
-        self.uses_left = 0
-        self.work = None  # a gather that is on its way
+        # How often it still will: `whole` counts down, and frees at 0. Below 0 nobody
+        # has counted: then _End frees, when backward has passed the unit.
+        self.reads_remaining = 0
+        self.is_used = False  # backward has had all reads: not to be begun again
+        self.pending = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
     def begin(self) -> None:
         """Begins to gather."""
-        self.work = _all_gather(self.params, self.dtypes[0])
+        self.pending = _all_gather(self.params, self.dtypes[0])
         if self.may_overlap:
-            next(self.work)
+            next(self.pending)
 
     def whole(self, p: DTensor) -> Tensor:
         """A parameter, for backward: gathered at the first call. All others are
         gathered with it, whichever it needs here: another rank may need others."""
         if not self.wholes:
-            with _hidden(grad=False):
-                if self.work is None:
+            with _outside_user_modes(grad=False):
+                if self.pending is None:
                     self.begin()
-                self.wholes = dict(zip(self.params, _result(self.work), strict=True))
-                self.work = None
-                self.uses_left = self.uses
+                self.wholes = dict(
+                    zip(self.params, _run_to_end(self.pending), strict=True)
+                )
+                self.pending = None
+                self.reads_remaining = self.reads_expected
+                self.is_used = False
                 self.begin_next()
         whole = self.wholes[p]
-        self.uses_left -= 1
-        if self.uses_left == 0:
+        self.reads_remaining -= 1
+        if self.reads_remaining == 0:
+            self.is_used = True
             self.free()
         return whole
 
@@ -988,15 +1136,16 @@ class _Bucket:
         size = _size([self])
         bucket = self.before
         while size > 0 and bucket is not None:
-            if bucket.uses > 0:
+            # A unit that holds another was gathered for what came behind that.
+            if bucket.reads_expected > 0 and not bucket.is_used:
                 size -= _size([bucket])
-                if bucket.work is None and not bucket.wholes:
+                if bucket.pending is None and not bucket.wholes:
                     bucket.begin()
             bucket = bucket.before
 
     def free(self) -> None:
         self.wholes = {}
-        self.work = None
+        self.pending = None
 
 
 def _size(buckets: Iterable[_Bucket]) -> int:
@@ -1023,12 +1172,13 @@ class _Begin(torch.autograd.Function):
         return _token(params[0])
 
     @staticmethod
+    @_outside_dynamo
     def backward(ctx, _):
         averages = {}
         if ctx.bucket.reduction is not None:
-            params, work = ctx.bucket.reduction
+            params, pending = ctx.bucket.reduction
             ctx.bucket.reduction = None
-            averages = dict(zip(params, _result(work), strict=True))
+            averages = dict(zip(params, _run_to_end(pending), strict=True))
         return None, *(averages.get(p) for p in ctx.params)
 
 
@@ -1038,24 +1188,27 @@ class _End(_Gather):
     @staticmethod
     def forward(ctx, bucket: _Bucket, token: Tensor, *params: DTensor):
         ctx.bucket = bucket
-        work = bucket.work
-        bucket.work = None
-        return _Gather.forward(ctx, None, bucket.dtypes, work, *params)
+        pending = bucket.pending
+        bucket.pending = None
+        return _Gather.forward(ctx, None, bucket.dtypes, pending, *params)
 
     @staticmethod
+    @_outside_dynamo
     def backward(ctx, *grads):
         ctx.bucket.free()  # backward has had each
         ctx.bucket.reduction = None  # of a backward that failed
         if torch.is_grad_enabled() or not ctx.bucket.may_overlap:
-            return _Gather.backward(ctx, *grads)[1:]
+            # _Gather.forward has three arguments before the parameters, _End two.
+            _, *gradients = _Gather.backward(ctx, *grads)
+            return tuple(gradients)
 
         def begin(params, *grads):
-            work = _reduce(None, ctx.reduce_dtype, params, *grads)
-            next(work)
-            ctx.bucket.reduction = params, work
+            pending = _reduce(None, ctx.reduce_dtype, params, *grads)
+            next(pending)
+            ctx.bucket.reduction = params, pending
             return [None] * len(params)
 
-        return None, _token(ctx.params[0]), *_apply_to_given(begin, grads, ctx.params)
+        return None, _token(ctx.params[0]), *_map_non_none(begin, grads, ctx.params)
 
 
 class _Attach(_Gather):
@@ -1064,7 +1217,7 @@ class _Attach(_Gather):
 
     @staticmethod
     def forward(ctx, whole: Tensor, dtypes, _, p: DTensor):
-        ctx.note = None
+        ctx.node_meta = None
         _, ctx.reduce_dtype = dtypes
         ctx.params = (p,)
         return whole.detach()
@@ -1079,6 +1232,7 @@ def _versions(p: DTensor) -> tuple[int, int]:
     return p._version, p._local_tensor._version
 
 
+@_outside_dynamo
 def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
     # Of what goes through hooks, torch does not check the version.
     kept = saved, saved._version
@@ -1090,12 +1244,13 @@ def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
     )
     if bucket is None or saved.dtype != bucket.dtypes[0]:
         return kept
-    bucket.uses += 1
+    bucket.reads_expected += 1
     return _SavedView(
         bucket, p, versions, saved.size(), saved.stride(), saved.storage_offset()
     )
 
 
+@_outside_dynamo
 def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
     if not isinstance(kept, _SavedView):
         saved, version = kept
@@ -1105,7 +1260,7 @@ def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
                 "it as it was"
             )
         return saved
-    if [*_versions(kept.param)] != kept.versions:
+    if _versions(kept.param) != kept.versions:
         raise RuntimeError(
             "a parameter was changed in place between its forward and its backward"
         )
@@ -1128,16 +1283,16 @@ def unsharded(module: nn.Module | None = None):
     hooks = nullcontext()
     if free and torch.is_grad_enabled():
         hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-    before = _thread.memo, _thread.module, _thread.course
+    before = _thread.memo, _thread.module, _thread.schedule
     memo = dict(_thread.memo or ())
     with hooks:
         _thread.memo = memo
         _thread.module = module
-        _thread.course = _thread.course or _Course(module)
+        _thread.schedule = _thread.schedule or _GatherSchedule(module, memo)
         try:
             yield
         finally:
-            _thread.memo, _thread.module, _thread.course = before
+            _thread.memo, _thread.module, _thread.schedule = before
     for whole in memo.values():
         if whole.tensor._version != whole.version:
             raise RuntimeError(
@@ -1146,113 +1301,143 @@ def unsharded(module: nn.Module | None = None):
             )
 
 
-def _key(p: DTensor, policy: tuple) -> tuple:
-    """A parameter under another key is gathered again: one that has changed, or is
-    frozen now."""
-    return id(p), policy, *_versions(p), p.requires_grad
+class _ParameterState(NamedTuple):
+    """What a gathered parameter was gathered from. In another state, changed in place
+    or frozen since, it is gathered again."""
+
+    id: int
+    policy: GatherPolicy
+    versions: tuple[int, int]
+    requires_grad: bool
 
 
-class _Course:
-    """Of an outermost forward: which modules gathered so far, and what is on its way
-    for those that followed the last time. All ranks must take the same course."""
+def _state_of(p: DTensor, policy: GatherPolicy) -> _ParameterState:
+    return _ParameterState(id(p), policy, _versions(p), p.requires_grad)
 
-    def __init__(self, module: nn.Module | None):
-        self.last = []
+
+class _GatherSchedule:
+    """Of an outermost forward: which modules were gathered so far, and what is on its
+    way for those that followed the last time. All ranks must gather in the same order;
+    nothing detects that one does not, and then collectives hang until the process
+    group's timeout, or end in an error where sizes differ."""
+
+    @_outside_dynamo
+    def __init__(self, module: nn.Module | None, memo: dict):
+        self.memo = memo  # of the outermost forward
+        self.last_order = []
         self.order = []
-        self.begun = {}
-        self.before = None
+        self.in_flight = {}  # by module or first unit of a group: what `start` gave
+        self.last_bucket = None
         if module is not None:
             # A module that was taken out of the model is None, also on a rank where it
             # still exists.
             inside = {id(each) for each in module.modules()}
-            last = [each() for each in _orders.get(module, ())]
-            self.last = [each if id(each) in inside else None for each in last]
-            _orders[module] = self.order
+            last = [each() for each in _last_gather_orders.get(module, ())]
+            self.last_order = [each if id(each) in inside else None for each in last]
+            _last_gather_orders[module] = self.order
 
     def gather(
-        self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module
+        self, memo: dict, state: _ParameterState, owner: nn.Module, module: nn.Module
     ) -> None:
-        """Gathers a parameter of `module` with all that `owner`, its unit or itself,
-        gathers. Begins to gather what comes next, as much."""
-        size = self.end(memo, self.begun.pop(owner, ()))
-        if key not in memo:
-            size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
+        """Gathers a parameter of `module` into the memo, with all that `owner`, its
+        unit or itself, gathers. Starts to gather what comes next, as much."""
+        size = self.finish(memo, self.in_flight.pop(owner, ()))
+        if state not in memo:
+            modules = [*_modules_gathered_by(owner), module]
+            size += self.finish(memo, self.start(memo, modules))
         self.order.append(weakref.ref(owner))
-        at = len(self.order)
+        done = len(self.order)
         # This forward goes another way than the last (a None is a module that is gone).
-        if self.last[at - 1 : at] not in ([owner], [None]):
-            self.last = []
-        followers = islice(self.last, at, None)
+        if self.last_order[done - 1 : done] not in ([owner], [None]):
+            self.last_order = []
+        followers = islice(self.last_order, done, None)
         while size > 0 and (follower := next(followers, None)) is not None:
-            if follower not in self.begun:
-                self.begun[follower] = self.begin(memo, _gathers(follower))
-            size -= _size(bucket for bucket, *_ in self.begun[follower])
+            if follower not in self.in_flight:
+                modules = _modules_gathered_by(follower)
+                self.in_flight[follower] = self.start(memo, modules)
+            size -= _size(bucket for bucket, *_ in self.in_flight[follower])
 
-    def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
-        """Begins to gather the modules' own parameters, those that are alike by one
-        collective."""
-        sets = {}  # by policy: {parameter: (its key, its name)}
-        begun = []
+    def start(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
+        """Starts to gather the modules' own parameters that are not in the memo, those
+        that are alike by one collective: a list of (bucket, token, a (state, name) for
+        each parameter)."""
+        sets = {}  # by policy: {parameter: (its state, its name)}
+        in_flight = []
         for module in modules:
-            policy = module.__dict__.get("_data_parallel")
+            policy = module.__dict__.get("_gather_policy")
             for name, p in module._parameters.items() if policy else ():
-                if isinstance(p, DTensor) and (key := _key(p, policy)) not in memo:
-                    sets.setdefault(policy, {})[p] = (
-                        key,
-                        f"{name} of {type(module).__name__}",
-                    )
-        for policy, about in sets.items():
-            for params in _alike(about):
+                if not isinstance(p, DTensor):
+                    continue
+                state = _state_of(p, policy)
+                if state not in memo:
+                    name = f"{name} of {type(module).__name__}"
+                    sets.setdefault(policy, {})[p] = state, name
+        for policy, states_and_names in sets.items():
+            for params in _group_by_layout(states_and_names):
                 bucket = _Bucket(params, policy)
                 # With gradients, even under no_grad: forward may read it outside of
                 # that, too.
-                with _hidden(grad=True):
+                with _outside_user_modes(grad=True):
                     token = _Begin.apply(bucket, *params)
-                begun.append((bucket, token, [about[p] for p in params]))
-        return begun
+                in_flight.append((bucket, token, [states_and_names[p] for p in params]))
+        return in_flight
 
-    def end(self, memo: dict, begun: Iterable[tuple]) -> int:
-        """Into the memo. Gives the number of elements."""
-        for bucket, token, about in begun:
-            bucket.before = self.before
-            self.before = bucket
-            with _hidden(grad=True):
+    def finish(self, memo: dict, in_flight: Iterable[tuple]) -> int:
+        """Waits for what `start` gave, and puts it into the memo. Returns the number of
+        elements."""
+        for bucket, token, states_and_names in in_flight:
+            bucket.before = self.last_bucket
+            self.last_bucket = bucket
+            with _outside_user_modes(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
-            for (key, name), p, whole in zip(about, bucket.params, wholes, strict=True):
-                memo[key] = _Whole(whole, whole._version, name, bucket)
-                _buckets[key] = bucket
+            for (state, name), p, whole in zip(
+                states_and_names, bucket.params, wholes, strict=True
+            ):
+                memo[state] = _Whole(whole, whole._version, name, bucket)
+                _buckets[state] = bucket
                 storage = whole.untyped_storage()
-                _, (*_, reshard), *versions, _ = key
                 # On one rank, without a cast, it is the shard's own memory. What a
                 # reentrant checkpoint gathers again, backward reads at once.
-                if reshard and _backward_runs() == -1 and storage._cdata != _address(p):
-                    storage._sharded = bucket, p, versions
-        return _size(bucket for bucket, *_ in begun)
+                reshard = state.policy.reshard_after_forward
+                is_copy = storage._cdata != _address(p)
+                if reshard and is_copy and _backward_runs() == -1:
+                    storage._sharded = bucket, p, state.versions
+        return _size(bucket for bucket, *_ in in_flight)
 
 
+@_skipped_by_dynamo
 def _read(module: nn.Module, p: DTensor) -> Tensor:
-    """The gathered parameter inside of a forward, of backward and of recomputation;
-    elsewhere the parameter itself."""
+    """The gathered parameter inside of a forward, of backward, of recomputation and of
+    compiled code; elsewhere the parameter itself."""
+    if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
+        return p
+    return _read_whole(module, p)
+
+
+@_outside_dynamo
+def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
     memo = _thread.memo
-    key = _key(p, module._data_parallel)
-    in_backward = _backward_runs() != -1
-    bucket = _buckets.get(key)
-    # A checkpoint repeats a part of the forward. A reentrant one gathers anew, into the
-    # memo.
-    if in_backward and bucket and key not in (memo or ()):
+    state = _state_of(p, module._gather_policy)
+    # A checkpoint repeats a part of the forward, and has what the bucket gathers again.
+    # A bucket that expects no reads is of a forward without gradients: a reentrant
+    # checkpoint's, which repeats all of it and gathers anew, into the memo.
+    bucket = _buckets.get(state) if _backward_runs() != -1 else None
+    if bucket and bucket.reads_expected > 0 and state not in (memo or ()):
         return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
     if memo is None:
-        if not in_backward and not _compiled_code_runs():
-            return p
         memo = {}  # nothing would free what the thread's holds
-    if key not in memo:
-        owner = _thread.module if _is_unit(type(_thread.module)) else module
-        course = _thread.course or _Course(None)
-        course.gather(memo, key, owner, module)
-    whole = memo[key]
+    schedule = _thread.schedule or _GatherSchedule(None, memo)
+    owner = _thread.module if _is_unit(type(_thread.module)) else module
+    if _is_unit(type(owner)) and owner._data_parallel_group:
+        # Whole for all units of the group: the forward of one ends before the next.
+        owner = owner._data_parallel_group[0]
+        memo = schedule.memo
+    if state not in memo:
+        schedule.gather(memo, state, owner, module)
+    whole = memo[state]
     # Somebody else's hooks are taken for a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
-        whole.bucket.uses += 1
+        whole.bucket.reads_expected += 1
     return whole.tensor
 
 
@@ -1263,6 +1448,10 @@ CURES = {
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a "
     "parameter as an attribute of its module, in the thread that called the model. "
     "What named_parameters() and get_parameter() give is the shard.",
+    "must have the same dtype": "data_parallel: while the model runs its weights are in "
+    "param_dtype, but parameters(), get_parameter() and state_dict() give shards in "
+    "the stored dtype. Cast an input to the dtype of a weight that is read as an "
+    "attribute: x.to(self.proj.weight.dtype).",
     "yet support saved tensor hooks": "data_parallel: inside of a forward "
     "torch.func.grad, vjp and jacrev do not work: call them around the model, or "
     "torch.autograd.grad inside of it.",
@@ -1272,6 +1461,7 @@ CURES = {
 }
 
 
+@_skipped_by_dynamo
 def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
     """Runs a unit that was compiled by itself. It is gathered before its code, and
     reduced behind it, as in eager mode; equal units then share their code."""
@@ -1280,8 +1470,8 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
     with unsharded(module), _swapping:
         members = [
             (m, m._parameters)
-            for m in _gathers(module)
-            if "_data_parallel" in m.__dict__
+            for m in _modules_gathered_by(module)
+            if "_gather_policy" in m.__dict__
         ]
         shards = [dict(own) for _, own in members]
         try:
@@ -1294,10 +1484,11 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
                 own.update(before)
 
 
+@_skipped_by_dynamo
 def _run(module: nn.Module, call, args: tuple, kwargs: dict):
     """Runs a module's __call__ or forward. Parameters that are read meanwhile are
     gathered, and freed afterwards."""
-    in_unit = module._data_parallel_kind == "part" and _is_unit(type(_thread.module))
+    in_unit = module._data_parallel_role == "part" and _is_unit(type(_thread.module))
     if not _enabled or in_unit or _thread.module is module:
         return call(*args, **kwargs)
     if type(module)._data_parallel_root:
@@ -1346,8 +1537,8 @@ def _check(
         raise ValueError(f"mode={mode!r} needs a 1-D mesh, {got}")
     if mode == "hybrid_shard" and (mesh.ndim != 2 or not mesh.mesh_dim_names):
         raise ValueError(f"mode={mode!r} needs a 2-D mesh with mesh_dim_names, {got}")
-    wrapped = {"_data_parallel" in m.__dict__ for m in model.modules() if m._parameters}
-    if wrapped == {True} and "_data_parallel" in model.__dict__:
+    wrapped = {"_gather_policy" in m.__dict__ for m in model.modules() if m._parameters}
+    if wrapped == {True} and "_gather_policy" in model.__dict__:
         raise ValueError(
             "every module with parameters is wrapped already: call data_parallel() once"
         )
@@ -1366,7 +1557,7 @@ def _check(
 
 def _why_not(module: nn.Module, p: nn.Parameter) -> str:
     """Why a parameter cannot be sharded; "" if it can."""
-    if "_data_parallel" in module.__dict__:
+    if "_gather_policy" in module.__dict__:
         if isinstance(p, DTensor):
             return ""
         return "its module is wrapped already, copy it into the old parameter"
@@ -1389,6 +1580,7 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
 
 # In compiled code it runs while tracing; takes no module, only constants.
 @torch.compiler.assume_constant_result
+@_skipped_by_dynamo
 def _check_root(root: int) -> None:
     """RuntimeError for a parameter that trains without being gathered: every rank would
     get another one."""

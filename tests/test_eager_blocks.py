@@ -415,7 +415,7 @@ def test_an_error_in_the_middle_leaves_no_collective_behind(fake):
         seen.step(model, torch.randn(2, 4, 8))
     broken.remove()
     gc.collect()
-    assert not seen.on_its_way and simple_fsdp._thread.course is None
+    assert not seen.on_its_way and simple_fsdp._thread.schedule is None
     turns(model)
     assert turns(model) == OVERLAPPED
 
@@ -615,7 +615,7 @@ def test_a_backward_that_failed_leaves_no_gradient_to_the_next():
 def test_tokens_of_autograd_lie_where_the_parameters_do(fake):
     """On another device autograd would run them in another thread, in an order of its own."""
     model = data_parallel(nn.Linear(4, 4).to("meta"), fake(2))
-    token = simple_fsdp._Begin.apply(simple_fsdp._Bucket([model.weight], model._data_parallel), model.weight)
+    token = simple_fsdp._Begin.apply(simple_fsdp._Bucket([model.weight], model._gather_policy), model.weight)
     assert token.device.type == "meta" and token.requires_grad
 
 

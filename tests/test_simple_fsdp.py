@@ -313,7 +313,7 @@ def test_property_4_what_cannot_work_is_one_value_error_and_changes_nothing(fake
 
     def look():
         parameters = [[(name, id(p)) for name, p in m._parameters.items()] for m in model.modules()]
-        return parameters, [(type(m), "_data_parallel" in vars(m)) for m in model.modules()]
+        return parameters, [(type(m), "_gather_policy" in vars(m)) for m in model.modules()]
 
     before = look()
     with pytest.raises(ValueError, match=message), Comms() as comms:

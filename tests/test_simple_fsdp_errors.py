@@ -94,8 +94,8 @@ def test_an_activation_that_changes_in_place_before_its_backward_is_an_error_as_
 
 def test_an_attribute_error_while_gathering_is_a_runtime_error_and_never_hands_out_the_shard(fake):
     model = data_parallel(nn.Linear(8, 8), fake(4))
-    del model._data_parallel
-    with pytest.raises(RuntimeError, match="weight.*Linear"):
+    del model._gather_policy
+    with unsharded(), pytest.raises(RuntimeError, match="weight.*Linear"):
         _ = model.weight
     with pytest.raises(RuntimeError, match="Linear"):
         model(torch.randn(3, 8))
@@ -198,6 +198,7 @@ PRIVATE = {
     "_python_dispatch._get_current_dispatch_mode": lambda: torch.utils._python_dispatch._get_current_dispatch_mode(),
     "_python_dispatch._pop_mode_temporarily": lambda: torch.utils._python_dispatch._pop_mode_temporarily,
     "torch._functorch": lambda: torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack,
+    "torch._dynamo": lambda: torch._dynamo.eval_frame.skip_code,
     "_C._dynamo": lambda: torch._C._dynamo.eval_frame.get_eval_frame_callback(),
     "torch._sync": lambda: torch._sync,
     "torch._from_functional_tensor": lambda: torch._from_functional_tensor(torch._to_functional_tensor(torch.ones(1))),
@@ -224,8 +225,9 @@ PRIVATE = {
     "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
 }  # fmt: skip
 # What it hangs on a storage and on a module; a part of the names of operations such as rand_like.
-OWN = {"_sharded", "_owners", "_gathered", "_data_parallel", "_data_parallel_root", "_data_parallel_kind",
-       "_data_parallel_unit", "_data_parallel_class", "_data_parallel_names"}  # fmt: skip
+OWN = {"_sharded", "_owners", "_gathered", "_gather_policy", "_data_parallel_root", "_data_parallel_role",
+       "_data_parallel_unit", "_data_parallel_class", "_data_parallel_names", "_data_parallel_group",
+       "_data_parallel_units_listed"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRIVATE)

@@ -54,9 +54,9 @@ def published() -> Iterator[None]:
         mesh = wrap(model, c, device, world)
         regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
         for name, m in model.named_modules():
-            if hasattr(m, "_data_parallel") and not regions & set(name.split(".")):
+            if hasattr(m, "_gather_policy") and not regions & set(name.split(".")):
                 # Its dtypes, and whether it reshards after forward.
-                m._data_parallel = (*m._data_parallel[:-1], False)
+                m._gather_policy = m._gather_policy._replace(reshard_after_forward=False)
         return mesh
 
     def loss(logits, targets):

@@ -1,0 +1,205 @@
+"""Units that data_parallel(units=..) names, reentrant checkpoints, and compiled code that falls back to Python.
+
+    pytest tests/test_units.py       # seconds; fake process groups and two gloo ranks, no GPU
+"""
+
+import copy
+
+import pytest
+import torch
+from harness import spawn
+from models_for_wrapper import BF16, Comms, Graphs, count, fake_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from simple_fsdp import data_parallel, describe, disable_data_parallel, units_of
+
+fake = pytest.fixture(fake_ranks)
+LAYERS = [f"body.layers.{i}" for i in range(3)]
+GROUPED = [*LAYERS, ["body.norm", "head"]]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Body(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return self.norm(x)
+
+
+class Model(nn.Module):
+    """The norm lies in another module than the head, as in models of Hugging Face."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Linear(8, 8), Body(reentrant), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding(x))).square().mean()
+
+
+def collectives(run):
+    """(all-gathers, reduce-scatters) of the second call of `run`, which knows what the first one gathered."""
+    run()
+    with Comms() as comms:
+        run()
+    return comms.count("all_gather_into_tensor"), comms.count("reduce_scatter_tensor")
+
+
+# ---------------------------------------------------------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(("units", "eager", "compiled"), [
+    (None, (11, 6), (6, 5, 6)),  # three layers, embedding, norm and head by themselves
+    (GROUPED, (9, 5), (5, 4, 5)),
+    (["body.layers.0", ""], (4, 2), (2, 2, 2)),  # all else with the model itself
+    ([["body.layers.0", "body.layers.1"]], (11, 6), (6, 5, 6)),  # layer 2 is no unit: its two parts gather alone
+    ([], (17, 9), (9, 8, 9)),
+])  # fmt: skip
+def test_what_is_listed_together_is_gathered_and_reduced_together(fake, units, eager, compiled):
+    mesh = fake(2)
+    model = data_parallel(Model(), mesh, units=units)
+    x = torch.randn(2, 8)
+    assert collectives(lambda: model(x).backward()) == eager
+    torch._dynamo.reset()
+    backend = Graphs()
+    torch.compile(model, backend=backend, fullgraph=True)(x).backward()
+    gathers = [count(graphs[-1], "all_gather_into_tensor") for graphs in (backend.forward, backend.backward)]
+    assert (*gathers, count(backend.backward[-1], "reduce_scatter_tensor")) == compiled
+
+
+def test_modules_do_as_well_as_names_and_describe_says_what_was_taken(fake):
+    mesh = fake(2)
+    model = Model()
+    data_parallel(model, mesh, units=[model.body.layers[0], [model.body.norm, model.head]])
+    assert units_of(model) == ["body.layers.0", "body.norm", "head"]
+    assert {row.unit for row in describe(model)} == {"", "body.layers.0", "body.norm", "head"}
+    model.adapter = nn.Linear(8, 8)
+    data_parallel(model, mesh)  # a second call, for what was added: the units stay
+    assert units_of(model) == ["body.layers.0", "body.norm", "head"]
+    copied = copy.deepcopy(model)
+    group = copied.head._data_parallel_group
+    assert [each is mine for each, mine in zip(group, (copied.body.norm, copied.head), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("units", "message"), [
+    (["nope"], "units: 'nope' is no module of the model: give names as in named_modules(), or modules"),
+    ("head", None),  # a name alone is a list of one
+    ([3], "units: 3 is no module of the model"),
+    ([["head", ["body"]]], "units: .'body'. is no module of the model"),
+    ([nn.Linear(2, 2)], "units: Linear.* is no module of the model"),
+    (["head", ["body", "head"]], "units: head stands there twice"),
+    (["body.layers.0.up", "act"], "units: act has no parameters: leave it out"),
+])  # fmt: skip
+def test_what_is_no_unit_is_refused_before_anything_is_changed(fake, units, message):
+    model = Model()
+    model.act = nn.ReLU()
+    if message is None:
+        assert units_of(data_parallel(model, fake(2), units=units)) == ["head"]
+        return
+    with pytest.raises(ValueError, match=f"^{message.replace('()', '..')}"):
+        data_parallel(model, fake(2), units=units)
+    assert type(model) is Model and type(model.head.weight) is nn.Parameter
+
+
+# ------------------------------------------------------------------------------------------------ reentrant checkpoints
+
+
+def test_a_reentrant_checkpoint_with_a_head_behind_it_reduces_each_unit_once(fake):
+    model = data_parallel(Model(reentrant=True), fake(2))
+    x = torch.randn(2, 8, requires_grad=True)
+    gathers, reductions = collectives(lambda: model(x).backward())
+    assert reductions == 6  # three layers, embedding, norm, head
+    assert gathers == 12  # each in forward and once more
+
+
+# ------------------------------------------------------------------------------ compiled code that falls back to Python
+
+
+def test_code_that_is_skipped_after_disable_data_parallel_gathers_as_before(fake):
+    """Dynamo leaves a function without a graph to Python, and then looks at what that calls."""
+    model = data_parallel(nn.Linear(8, 8), fake(2))
+    doubled = torch.compile(lambda m: m.weight * 2, backend="eager")
+    first = doubled(model)
+    with disable_data_parallel():
+        sharded = doubled(model)
+    again = doubled(model)
+    assert [type(each).__name__ for each in (first, sharded, again)] == ["Tensor", "DTensor", "Tensor"]
+    assert first.shape == again.shape == (8, 8)
+
+
+class Broken(nn.Module):
+    """Graph breaks of a user's own before, between and behind what reads weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(Layer() for _ in range(2)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return (x * self.scale).square().mean()
+
+
+def broken(mesh):
+    """(largest difference of gradients to eager mode, gathers compiled, gathers eager) with graph breaks."""
+    plain = Broken()
+    x = torch.randn(2, 8)
+    seen = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = data_parallel(copy.deepcopy(plain), mesh)
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+
+        def run(call=call, model=model):
+            model.zero_grad()
+            call(x).backward()
+
+        counts = collectives(run)
+        seen.append(([p.grad.full_tensor() for p in model.parameters()], counts))
+    (eager, eager_counts), (compiled, compiled_counts) = seen
+    return max((a - b).abs().max().item() for a, b in zip(eager, compiled, strict=True)), compiled_counts, eager_counts
+
+
+def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers():
+    for difference, compiled, eager in spawn(2, [broken])["broken"]:
+        assert difference < 1e-6
+        assert compiled[0] <= eager[0]
+
+
+# ------------------------------------------------------------------------------------ the dtype that parameters() gives
+
+
+class Casting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.to(next(self.parameters()).dtype))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_input_cast_to_the_dtype_of_parameters_ends_in_an_error_that_names_the_cure(fake, ranks):
+    model = data_parallel(Casting(), fake(ranks), mp_policy=BF16)
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        model(torch.randn(2, 8))
+    assert ["x.to(self.proj.weight.dtype)" in note for note in caught.value.__notes__] == [True]
