@@ -56,7 +56,8 @@ class Machine:
         """What a program prints, whose exit code must be this one. Fails or skips the test otherwise."""
         words = [*map(str, command)]
         token = f"{os.getpid()}.{time.time_ns()}"
-        environment |= dict(SWEEP_TOKEN=token, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment |= dict(SWEEP_TOKEN=token, PYTHONPATH=paths, OMP_NUM_THREADS="1")
         how = dict(cwd=ROOT, env=os.environ | environment, stdin=subprocess.DEVNULL, start_new_session=True)
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             child = subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=follow_parent, **how)
