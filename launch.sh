@@ -28,7 +28,7 @@
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
 #                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
-#                  come back. Needs --save, --save-every and --effective-batch; a leaving takes one of MAX_RESTARTS (here 9)
+#                  come back. Use --save, --save-every and --effective-batch; a leaving takes one of MAX_RESTARTS (here 9)
 #   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: by --save-every they
 #                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
@@ -88,8 +88,8 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" how= word nodes=${NNODES:-1} world
-    [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
+    local where="--standalone" word nproc=${NPROC:-$((gpus > 0 ? gpus : 4))} least most own
+    local expected="NNODES=${NNODES:-}: expected a number of nodes, or the least and the most, as 1:2"
     case ${NPROC:-1} in 0*|*[!0-9]*|?????*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     for word in "${@:2}"; do case $word in -h|--help) exec "$py" "$1" --help ;; esac; done
     for word in MAX_RESTARTS NODE_RANK; do
@@ -97,21 +97,31 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected 1 to 65535" 2
     [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] || { mkdir -p "$TORCHINDUCTOR_CACHE_DIR" && [ -w "$TORCHINDUCTOR_CACHE_DIR" ]; } 2>&- ||
         die "TORCHINDUCTOR_CACHE_DIR=$TORCHINDUCTOR_CACHE_DIR: nothing can be written there; name another folder" 2
-    case ${NNODES:-1} in 0*|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
-    nodes=${nodes##*:} world=$((${NPROC:-$((gpus > 0 ? gpus : 4))} * 10#${nodes:-1}))
-    if [ "$1" = main.py ]; then "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[2:], 0, int(sys.argv[1]))' "$world" "${@:2}"
+    [[ ${NNODES:-1} =~ ^([1-9][0-9]{0,4})(:([1-9][0-9]{0,4}))?$ ]] || die "$expected" 2
+    least=${BASH_REMATCH[1]} most=${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}
+    [ "$least" -le "$most" ] || die "$expected" 2
+    # The flags must do for each number of ranks; wrong ones are one line here, before torch is imported.
+    if [ "$1" = main.py ]; then "$py" -c 'import sys
+from trainer.config import parse
+nproc, least, most = map(int, sys.argv[1:4])
+for nodes in range(least, most + 1): parse(sys.argv[4:], 0, nodes * nproc)' "$nproc" "$least" "$most" "${@:2}"
     else "$py" "$@" --check; fi || exit
     if [ "${NNODES:-1}" != 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
         case $NNODES in *:*)
-            where=$("$py" -m trainer.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
+            # Torchrun numbers nodes in the order of --local-addr: the first one keeps rank 0, its results and its lock of
+            # --save. The other names order the nodes and name no host.
+            own=$MASTER_ADDR
+            [ "$NODE_RANK" = 0 ] || own=$MASTER_ADDR.$NODE_RANK
+            where="--nnodes=$NNODES --rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
+            where="$where --rdzv-conf=is_host=$((10#$NODE_RANK == 0)) --local-addr=$own --max-restarts=${MAX_RESTARTS:-9}"
             export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # else a node that comes back ends all (torch 2.13)
         esac
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
     # shellcheck disable=SC2086  # lists of words without spaces
-    exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
+    exec ${wrap:-} "$py" -m trainer.distributed.torchrun $where --nproc-per-node "$nproc" "$@"
 }
 
 profile() {

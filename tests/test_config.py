@@ -22,7 +22,6 @@ from fixtures import outcome
 from running import TINY, TORCHRUN, fails, python, ran, resolved
 
 from trainer import config as flags
-from trainer import elastic
 from trainer.config import Output, System, Training
 from trainer.distributed import command_line
 from trainer.distributed.command_line import flag
@@ -378,35 +377,3 @@ def test_more_ranks_than_gpus_are_told_by_rank_0_which_has_one(train, monkeypatc
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("waits for ranks that never come"))
     env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     fails(train("--device", "cuda", world=2, **env, LOCAL_WORLD_SIZE="2"), 2, "--nproc-per-node", "1")
-
-
-# ------------------------------------------------------------------------------------------- nodes that come and go
-
-ELASTIC = "--batch 2 --save runs/a --save-every 5 --effective-batch 8"
-
-
-def told(nodes, rank, argv, **env):
-    return elastic.words(2, argv.split(), dict(NNODES=nodes, NODE_RANK=rank, MASTER_ADDR="first") | env)
-
-
-def test_the_first_node_holds_what_nodes_that_come_and_go_meet_by_and_stays_the_first():
-    expected = "--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=first:29500 --rdzv-conf=is_host={} --local-addr={} "
-    expected += "--max-restarts=9"
-    assert told("1:2", "0", ELASTIC) == expected.format(1, "first").split()
-    assert told("1:2", "1", ELASTIC) == expected.format(0, "first.1").split()
-    assert sorted(["first.2", "first.1", "first"])[0] == "first"  # as torchrun numbers them
-    other = told("1:2", "1", ELASTIC, MASTER_PORT="3", MAX_RESTARTS="0")
-    assert other[2::3] == ["--rdzv-endpoint=first:3", "--max-restarts=0"]
-
-
-@pytest.mark.parametrize(("nodes", "argv", "message"), [
-    ("2:1", ELASTIC, "NNODES=2:1: expected the least and the most nodes, as 1:2"),
-    ("1:x", ELASTIC, "NNODES=1:x: expected the least"), ("0:2", ELASTIC, "NNODES=0:2: expected the least"),
-    ("1:2", "--batch 2 --save runs/a --save-every 5", "NNODES=1:2: nodes that leave need --save DIR and --save-every "
-     "N, to go on from, and --effective-batch N"),
-    ("1:2", "--batch 2 --save runs/a --effective-batch 8", "NNODES=1:2: nodes that leave need --save DIR and --save"),
-    ("1:2", "--batch 2 --effective-batch 8", "NNODES=1:2: nodes that leave need --save DIR"),
-    ("1:3", ELASTIC, "--effective-batch 8: must be 6 ranks x --batch 2 x a whole number"),  # 3 nodes of 2 ranks
-])  # fmt: skip
-def test_flags_that_do_not_do_for_every_number_of_nodes_are_refused(nodes, argv, message, capfd):
-    fails(outcome(capfd, lambda: told(nodes, "0", argv)), 2, f"error: {message}")

@@ -18,7 +18,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package. First the prod
     ["model"],
     ["trainer.distributed"],
     ["trainer.config"],
-    ["trainer.data", "trainer.attention", "trainer.optimizer", "trainer.elastic"],
+    ["trainer.data", "trainer.attention", "trainer.optimizer"],
     ["trainer.step"],
     ["trainer.parallelize"],
     ["trainer.measuring"],

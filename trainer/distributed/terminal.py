@@ -10,7 +10,6 @@ Imports no torch, so that bad flags are answered at once.
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -67,11 +66,9 @@ def check_host(name: str, rank: int = 0) -> None:
 
 
 def has_launcher() -> bool:
-    """Whether torchrun, if it has started this process, is still there: nobody else would ever end its ranks. The
-    parent of forked ranks is a process between, which lives as long as they do. A shell may leave its rank alone."""
-    process = multiprocessing.parent_process()
-    lives = os.getppid() == PARENT if process is None else process.is_alive()
-    return lives or "TORCHELASTIC_RUN_ID" not in os.environ
+    """Whether torchrun, if it has started this process, is still there: nobody else would ever end its ranks. A shell
+    may leave its rank alone."""
+    return os.getppid() == PARENT or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
