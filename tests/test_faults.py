@@ -239,7 +239,7 @@ def test_a_fault_that_is_not_planted_does_not_happen_and_one_that_is_leaves_noth
     happened = []
     before = Batches.__next__, Run.training
     monkeypatch.setattr(planted, "_happen", happened.append)
-    plain = train("--log-every", 1, fault="0:3:forward:kill")  # no variable plants one
+    plain = train("--log-every", 1, FAULT="0:3:forward:kill")  # no variable plants one
     assert happened == []
     faulty = train("--log-every", 1, fault="0:3:forward:kill,*:4:data:stop")
     assert happened == ["kill", "stop"]
