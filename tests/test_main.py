@@ -352,7 +352,7 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
 def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
     row, steps = read(two_ranks.results)
     assert set(KEYS) <= row.keys(), set(KEYS) - row.keys()
-    settings = dict(world=2, outcome="ok", wrapper="simple", mode="fully_shard", compile="none", attn="sdpa",
+    settings = dict(world=2, outcome="ok", wrapper="simple", mode="fully_shard", compile="none", attn="auto",
                     remat="none", remat_ratio=1.0, loss_kind="full", depth=1, width=32, seqlen=16, batch=2,
                     grad_accum=1, param_dtype="fp32", reduce_dtype="fp32", n=3, compile_s=None, mfu=None,
                     mfu_palm=None, hfu=None)  # fmt: skip
