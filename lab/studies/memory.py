@@ -109,25 +109,16 @@ class Part:
 def of_trainer(c: dict, device: torch.device) -> config.Config:
     """The flags of main.py that are a setting."""
     width, depth, heads = SIZES[c["size"]]
-    words = dict(
-        block="llama",
-        width=width,
-        depth=depth,
-        head_dim=width // heads,
-        grouping=1,
-        vocab=VOCAB,
-        seqlen=c["context"],
-        batch=c["batch"],
-        compile="none",
-        data="random",
-        clip=0,
+    words = (
+        f"--block llama --width {width} --depth {depth} --head-dim {width // heads} --grouping 1"
     )
-    words |= (
-        dict(wrapper="simple", param_dtype="bf16")
-        if c["precision"] == "mixed"
-        else dict(wrapper="none", param_dtype="fp32")
+    words += f" --vocab {VOCAB} --seqlen {c['context']} --batch {c['batch']}"
+    words += " --compile none --data random --clip 0"
+    mixed = c["precision"] == "mixed"
+    words += (
+        " --wrapper simple --param-dtype bf16" if mixed else " --wrapper none --param-dtype fp32"
     )
-    return config.resolve(config.parse(config.command(words)), device.type, 1)
+    return config.resolve(config.parse(words.split()), device.type, 1)
 
 
 def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
