@@ -348,6 +348,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
 
 
 def measured_ways(rows: list[dict]) -> Iterator[dict]:
+    """The lines of the table: each way of reducing beside the others of its kind and number of ranks."""
+
     def place(row: dict) -> tuple[str, int]:
         return row["setting"]["kind"], row["setting"]["ranks"]
 

@@ -241,6 +241,7 @@ def entries(rows: list[dict]) -> Iterator[dict]:
 
 
 def checkpoint_entries(row: dict) -> Iterator[dict]:
+    """The lines of the table of one row: kept bytes for each number of checkpoints, in KiB."""
     layers = row["setting"]["layers"]
 
     def kib(nbytes: float) -> str:
