@@ -10,7 +10,7 @@ from typing import TypeVar
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
 from lab.report.history import comparable, curves_of, learned_from, setting
-from trainer.config import used
+from trainer import config
 from trainer.distributed.command_line import as_given, flag
 from trainer.distributed.terminal import grouped
 
@@ -66,8 +66,22 @@ def left_out(rows: list[dict]) -> str:
 
 def flags_apart(settings: list[dict]) -> list[str]:
     """Of settings, the flags that tell each from the others, as a command line has them. Of more than four flags only
-    those whose value is not the one of most settings."""
-    settings = [used(each) for each in settings]
+    those whose value is not the one of most settings. A flag that belongs to another one, such as --remat-ratio to
+    --remat, is left out at its default: the other one says what differs."""
+    groups = (config.Training, config.System, config.Output)
+    usual_beside = {
+        name: getattr(group, name)
+        for name in config.BESIDE
+        for group in groups
+        if hasattr(group, name)
+    }
+    settings = [
+        {
+            name: None if name in usual_beside and value == usual_beside[name] else value
+            for name, value in config.used(each).items()
+        }
+        for each in settings
+    ]
     names = {name: None for each in settings for name in each}  # of one program's, too
     values = {
         name: Counter(repr(each[name]) for each in settings if name in each) for name in names
