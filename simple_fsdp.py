@@ -1448,7 +1448,7 @@ CURES = {
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a "
     "parameter as an attribute of its module, in the thread that called the model. "
     "What named_parameters() and get_parameter() give is the shard.",
-    "must have the same dtype": "data_parallel: while the model runs its weights are in "
+    "must have the same dtype": "data_parallel: while the model runs weights are in "
     "param_dtype, but parameters(), get_parameter() and state_dict() give shards in "
     "the stored dtype. Cast an input to the dtype of a weight that is read as an "
     "attribute: x.to(self.proj.weight.dtype).",

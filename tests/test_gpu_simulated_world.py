@@ -125,7 +125,7 @@ def test_5_memory_does_not_grow():
 
 
 @pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
-@pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard:2"])
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard --replicas 2"])
 def test_6_gradients_are_those_of_one_process(mode, compile):
     check_gradients(mode, compile, limit=1e-4, device="cuda")
 

@@ -20,7 +20,7 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "READ
 FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGES["docs/faults.md"], re.MULTILINE)
 PROMISED = range(1, 84)
 NOT_OURS = {"my_file.py", "out.pt", "front.png", "chat.jsonl", "config.json", "tokenizer.json",  # of the reader
-            "adapter_config.json", "a.jsonl", "b.jsonl"}  # fmt: skip
+            "adapter_config.json", "state.json", "a.jsonl", "b.jsonl"}  # fmt: skip
 TORCHRUN = {"--nproc-per-node", "--max-restarts", "--standalone", "--nnodes"}
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 FILE = re.compile(r"(?<![\w/.*-])[\w.-][\w./-]*\.(?:py|md|sh|jsonl|txt|csv|toml|json|png|svg)\b(?!\w)")

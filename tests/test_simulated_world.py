@@ -24,7 +24,7 @@ from trainer.parallelize import build
 from trainer.step import local
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --clip 0 --param-dtype fp32"
-MODES = {"fully_shard": 8, "replicate": 1, "hybrid_shard:2": 4}  # shards of 8 ranks
+MODES = {"fully_shard": 8, "replicate": 1, "hybrid_shard --replicas 2": 4}  # shards of 8 ranks
 CPU = torch.device("cpu")
 EPS = 1e-4
 

@@ -406,7 +406,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     both = {flag(k): (before.get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {
         "--effective-batch": (about["global_batch"], batches.global_batch),
-        HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every)),
+        HELD: tuple("yes" if every else "no" for every in (before.get("eval_every"), c.eval_every)),
         "torch": (about["torch"], torch.__version__),
         "ranks": (about["world"], dist.get_world_size()),
     }
