@@ -46,9 +46,9 @@ ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # Entries that each train_state.json has, and their types.
 ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)
 # Those that each has but for the ones of --prepared.
-OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)
+OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, model=dict, data=dict)
 # Those that it may have.
-LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)
+LATER = dict(origin=str, best=(int, float), wandb=str, run=str, best_step=int)
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {
