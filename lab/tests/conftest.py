@@ -28,8 +28,8 @@ def report(ended):
     """report(words) -> what `python -m lab.report WORDS` prints, which ends well."""
 
     def report(words):
-        code, out, _ = ended(command.main, words)
-        assert code == 0
+        code, out, err = ended(command.main, words)
+        assert code == 0, err
         return out
 
     return report
@@ -42,6 +42,6 @@ def refused(ended):
     def refused(main, words):
         code, _, err = ended(main, words)
         assert code == 2, err
-        return one_line(err)
+        return err if err.count("\n") == 1 else one_line(err)
 
     return refused

@@ -198,10 +198,10 @@ def test_bad_input_ends_in_one_line(folder, refused, words, said):
 
 @pytest.mark.parametrize("words, said", [
     ("--world two", "Error parsing --world"),
-    ("--micro-bach 2", "Unrecognized options: --micro-bach, 2 Perhaps you meant: "),
+    ("--micro-bach 2", "Unrecognized options: --micro-bach, 2 Perhaps you meant: --micro-batch"),
 ])  # fmt: skip
 def test_what_is_no_flag_or_no_value_of_one_is_tyros_message(folder, refused, words, said):
-    assert said in refused(fit.main, f"--model {folder} --results {folder}/rows.jsonl --plan --world 4 {words}")
+    assert said in refused(fit.main, f"--model {folder} --results {folder}/rows.jsonl --world 4 {words}")
 
 
 def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, call):

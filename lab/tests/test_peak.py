@@ -121,7 +121,7 @@ def test_every_recipe_of_the_goals_is_recorded():
     assert len(SMALL) == 2 and sorted(row["world"] for row in LEAN) == [1, 1, 2, 2, 8, 8]
     goals = {1: 17000, 2: 10700, 8: 6300}
     assert all(row["simulated_mib"] <= goals[row["world"]] for row in LEAN if row["flags"]["attn"] == "flex")
-    for attn in ("flex", "sdpa"):
+    for attn in ("flex", "auto"):
         two, eight = ([row["kernels"], row["moment"]] for row in LEAN
                       if row["world"] > 1 and row["flags"]["attn"] == attn)  # fmt: skip
         assert two == eight, "record what differs by having both simulated anew: ANEW"
