@@ -399,5 +399,7 @@ def test_loading_holds_this_ranks_shards_and_one_slice(rank, large, monkeypatch)
     monkeypatch.setenv("LARGE", str(large))
     monkeypatch.setenv("LORA", str(rank))
     for grown, shards, largest in spawn(2, [resident_while_loading])["resident_while_loading"]:
-        assert shards * 0.98 < grown < shards + 2 * largest, (grown, shards, largest)  # adapters are there before
+        # A slice in the map of its file, its copy, what was read through that map before. Adapters are there before.
+        most = shards + 2 * largest + load.weights.MAPPED / 2**20
+        assert shards * 0.98 < grown < most, (grown, shards, largest)
         assert (shards < 60) == (rank > 0), shards

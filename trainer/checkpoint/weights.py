@@ -45,7 +45,7 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
 )
 INDEX = ".index.json"
-MAPPED = 64 * 2**20
+MAPPED = 16 * 2**20
 GLIMPSE = 1024  # bytes at each of four places in each tensor by which ranks compare their files
 
 
