@@ -93,7 +93,7 @@ def _outside_dynamo(function):
     """Runs `function`, and all that it calls, where Dynamo does not look. Where
     compiled code falls back to Python (a graph break, a frame without tensors, the
     limit of recompilations), Dynamo takes what runs there for the user's code and
-    compiles it; eager code of this file cannot be compiled. Costs nothing else."""
+    compiles it; eager code of this file cannot be compiled."""
     closed = torch.compiler.disable(function)
 
     @functools.wraps(function)
