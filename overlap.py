@@ -15,6 +15,7 @@ waited for one unit later. Nothing but the order changes. Needs Inductor (torch 
 import hashlib
 import operator
 import warnings
+from collections import ChainMap
 from pathlib import Path
 
 import torch
@@ -55,6 +56,19 @@ DISABLED_INDUCTOR_PASSES = {
     for name, value in DISABLED_INDUCTOR_PASSES.items()
     if hasattr(inductor_config, name)
 }
+# torch's FLOP formulas, and those of attention on a CPU, which it lacks: they are those
+# of flash attention.
+FLOP_FORMULAS = ChainMap(
+    flop_registry,
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+            aten._scaled_dot_product_flash_attention
+        ],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            aten._scaled_dot_product_flash_attention_backward
+        ],
+    },
+)
 LAYOUT = {
     operator.getitem,
     aten.reshape.default,
@@ -345,10 +359,9 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
 
 def flops_of(product: fx.Node) -> float:
     """Of a matrix product, a convolution or attention, as torch counts them."""
-    args, kwargs = fx.map_arg(
-        (product.args, product.kwargs), lambda n: n.meta.get("val")
-    )
-    count = flop_registry[operation(product)]
+    _, args = called(product)
+    args, kwargs = fx.map_arg((args, product.kwargs), lambda n: n.meta.get("val"))
+    count = FLOP_FORMULAS[operation(product)]
     value = product.meta["val"]
     try:
         return count(*args, **kwargs, out_val=value)
@@ -395,14 +408,24 @@ def first_use(start: fx.Node) -> fx.Node:
     return min(uses, default=whole[0])
 
 
+def called(n: fx.Node) -> tuple:
+    """(what a node calls, its arguments). Attention that is recomputed stands in an
+    operation that restores the state of the random numbers."""
+    for i, arg in enumerate(n.args[:2]):
+        if hasattr(arg, "overloadpacket"):
+            return arg, n.args[i + 1 :]
+    return n.target, n.args
+
+
 def operation(n: fx.Node):
     """What a node calls, whatever the overload."""
-    return getattr(n.target, "overloadpacket", n.target)
+    target, _ = called(n)
+    return getattr(target, "overloadpacket", target)
 
 
 def is_product(n: fx.Node) -> bool:
     """Matrix products, attention, convolutions: what a collective can hide behind."""
-    return operation(n) in flop_registry
+    return operation(n) in FLOP_FORMULAS
 
 
 def is_layout(n: fx.Node) -> bool:

@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
@@ -137,7 +136,7 @@ class Reader(TorchDispatchMode):
                 weakref.finalize(t.untyped_storage(), self.ends, memory(t))
                 self.begins(t)
         symbol = symbol_of(func, given + made)
-        product = func.overloadpacket in flop_registry
+        product = func.overloadpacket in overlap.FLOP_FORMULAS
         self.moved(inputs, written, [] if symbol or product else made)
         if product:
             self.found.order[-1] += "m"
@@ -154,7 +153,7 @@ class Reader(TorchDispatchMode):
         if own is not None:
             with self:
                 return own._init_fn(*args, **kwargs)
-        if func.namespace == "aten" and func.overloadpacket not in flop_registry:
+        if func.namespace == "aten" and func.overloadpacket not in overlap.FLOP_FORMULAS:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:

@@ -6,14 +6,17 @@ and bytes alive in the code that Inductor then generates are in test_generated.p
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models_for_wrapper import Block, private_names
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+from torch.utils.checkpoint import checkpoint
 
 import overlap
 from lab.profiling.collectives import (
@@ -76,12 +79,14 @@ def sent(graphs) -> int:
     return sum(c.sent for gm in graphs.values() for c in collectives(gm) if c.full > 64)
 
 
+ATTENTION = [f"_scaled_dot_product_flash_attention{of}" for of in ("", "_backward", "_for_cpu", "_for_cpu_backward")]
 # Every private name of torch that overlap.py uses.
 PRIVATE = {
     "torch._inductor": lambda: (overlap.CustomGraphPass, overlap.stable_topological_sort),
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "aten._to_copy": lambda: torch.ops.aten._to_copy.default,
     "aten._unsafe_view": lambda: torch.ops.aten._unsafe_view.default,
+    **{f"aten.{name}": partial(getattr, torch.ops.aten, name) for name in ATTENTION},
 }
 
 
@@ -366,6 +371,23 @@ def test_on_one_rank_inductor_orders_the_graph(mesh_of):
     assert compile_options(model, whole_step=True) == {}
     with pytest.raises(ValueError, match="ahead: 1.5: must be between 0 and 1"):
         compile_options(model, ahead=1.5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_attention_on_a_cpu_is_a_product_with_the_flops_of_flash_attention(again):
+    """Backward makes the scores again: five products to forward's two. Keys and values have half the heads. Attention
+    that a checkpoint repeats stands, before torch 2.14, in an operation for the state of its random numbers."""
+    q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
+    attention = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    run = partial(checkpoint, attention, use_reentrant=False) if again else attention
+    graphs = capture(lambda *qkv: run(*qkv).sin().sum(), (q, k, v))
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    made = {}
+    for name, gm in graphs.items():
+        products = [n for n in gm.graph.nodes if overlap.is_product(n)]
+        assert all("attention_for_cpu" in str(overlap.operation(n)) for n in products)
+        made[name] = sum(map(overlap.flops_of, products))
+    assert made == dict(forward=2 * product, backward=(7 if again else 5) * product)
 
 
 @pytest.mark.parametrize("world", [1, 8])

@@ -43,9 +43,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lab.profiling import gpu_code
+from overlap import FLOP_FORMULAS
 from trainer.measuring.timeline import (
     GRADIENTS,
     NAMES,
@@ -107,7 +107,7 @@ class Meter(TorchDispatchMode):
             return args[0]
         kwargs = kwargs or {}
         own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
-        if func.namespace == "aten" and func.overloadpacket not in flop_registry:
+        if func.namespace == "aten" and func.overloadpacket not in FLOP_FORMULAS:
             with self:  # inside a custom op linear, matmul and the like come whole
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -143,7 +143,7 @@ class Meter(TorchDispatchMode):
                 Event(len(self.events), -1, scratch, "scratch of attention, an allowance")
             )
             self.events.append(Event(len(self.events), -1, -scratch))
-        count = flop_registry.get(func.overloadpacket)
+        count = FLOP_FORMULAS.get(func.overloadpacket)
         if count is not None and own is None:
             # Torch's formulas know no out_dtype.
             shapes = [a for a in args if not isinstance(a, torch.dtype)]

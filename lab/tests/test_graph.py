@@ -37,9 +37,9 @@ def printed(capsys, line="", world=8, target=None):
 def test_a_step_in_words(capsys):
     out = printed(capsys)
     for line in (
-        r"loss, forward: 5 all-gathers \(2 exposed\); 13 products",
-        r"loss, backward: 4 all-gathers \(0 exposed\), 5 reduce-scatters \(2 exposed\); 26 products",
-        r"  all-gather +6 +0.\d+ +0.\d+  blocks.1 \(12 parameters\)",
+        r"loss, forward: 5 all-gathers \(2 exposed\); 15 products",
+        r"loss, backward: 4 all-gathers \(0 exposed\), 5 reduce-scatters \(2 exposed\); 28 products",
+        r"  all-gather +7 +0.\d+ +0.\d+  blocks.1 \(12 parameters\)",
         r"  kept for backward, MiB: gathered 0.000, products (?!0.000).*",
         r"per step and rank: 9 all-gathers, 5 reduce-scatters, \d+\.\d+ MiB sent",
     ):
@@ -61,10 +61,10 @@ def test_the_same_step_as_a_row(capsys, tmp_path):
     made = json.loads((tmp_path / "rows.jsonl").read_text())
     assert "per step and rank: 9 all-gathers, 5 reduce-scatters" in capsys.readouterr().out
     forward, backward = made["graphs"].values()
-    assert (forward["products"], backward["products"]) == (13, 26)
+    assert (forward["products"], backward["products"]) == (15, 28)
     assert {kind for kind, *_ in forward["collectives"]} == {"all-gather"}
-    assert [(start, gap) for _, start, gap, *_ in forward["collectives"]] == [(0, 0), (0, 0), (0, 6), (6, 6), (6, 6)]
-    assert all(start + gap <= 26 for _, start, gap, *_ in backward["collectives"])
+    assert [(start, gap) for _, start, gap, *_ in forward["collectives"]] == [(0, 0), (0, 0), (0, 7), (7, 7), (7, 7)]
+    assert all(start + gap <= 28 for _, start, gap, *_ in backward["collectives"])
     assert (made["world"], made["flags"]["depth"], made["study"]) == (8, 2, "collectives")
 
 
