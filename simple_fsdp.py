@@ -31,7 +31,9 @@ refuses what would be silently wrong, and draws initial values as one process wo
 import functools
 import hashlib
 import operator
+import re
 import threading
+import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Generator, Iterable, Iterator
@@ -157,6 +159,7 @@ _strict = SimpleNamespace(
     check=lambda *args: None,
     check_root=lambda root: None,
     check_saved=lambda *args: None,
+    warn_of_dtype=lambda: None,
     drawing=nullcontext,
 )
 
@@ -771,12 +774,32 @@ def _wrapped_class(
 
         return run
 
+    # While the model runs it gives what the attribute reads as, and no error for a
+    # parameter that is none then.
+    def get_parameter(self, target):
+        path, _, name = target.rpartition(".")
+        module = self.get_submodule(path)
+        if name in dict(getattr(module, "_data_parallel_names", ())):
+            return getattr(module, name)
+        return super(wrapped, self).get_parameter(target)
+
+    # These give shards, in the stored dtype, while the model runs, too: what forward
+    # freezes or averages in place is the parameter.
+    def asking(method):
+        def run(self, *args, **kwargs):
+            if torch.compiler.is_compiling() and self._gather_policy.param_dtype:
+                _strict.warn_of_dtype()
+            return getattr(super(wrapped, self), method)(*args, **kwargs)
+
+        return run
+
     # copy.deepcopy and pickle cannot find this class: they make it anew.
     def reduce(self, protocol):
         return _new, (cls, names, role, is_root), self.__getstate__()
 
     attributes = dict(
         forward=forward,
+        get_parameter=get_parameter,
         __reduce_ex__=reduce,
         __module__=cls.__module__,
         __qualname__=cls.__qualname__,
@@ -790,6 +813,9 @@ def _wrapped_class(
     attributes |= {name: _reader(name) for name, _ in names}
     attributes |= {
         method: initialising(method) for method in INITIALISE if hasattr(cls, method)
+    }
+    attributes |= {
+        method: asking(method) for method in ("named_parameters", "state_dict")
     }
     if is_root:
         attributes["__call__"] = call
@@ -1441,17 +1467,17 @@ def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
     return whole.tensor
 
 
-# By words of torch's error: what to do where a model runs into it.
+# By a pattern of torch's error: what to do where a model runs into it.
 CURES = {
     "is a view and i": "data_parallel: a parameter was changed in place while it was "
     "gathered, which would be lost: do it elsewhere.",
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a "
     "parameter as an attribute of its module, in the thread that called the model. "
-    "What named_parameters() and get_parameter() give is the shard.",
-    "must have the same dtype": "data_parallel: while the model runs weights are in "
-    "param_dtype, but parameters(), get_parameter() and state_dict() give shards in "
-    "the stored dtype. Cast an input to the dtype of a weight that is read as an "
-    "attribute: x.to(self.proj.weight.dtype).",
+    "What named_parameters() and state_dict() give is the shard.",
+    "dtype|scalar type|(weight|bias) type": "data_parallel: while the model runs "
+    "weights are in param_dtype, but parameters(), which self.dtype of many libraries "
+    "asks, and state_dict() give shards in the stored dtype. Cast an input to the "
+    "dtype of a weight that is read as an attribute: x.to(self.proj.weight.dtype).",
     "yet support saved tensor hooks": "data_parallel: inside of a forward "
     "torch.func.grad, vjp and jacrev do not work: call them around the model, or "
     "torch.autograd.grad inside of it.",
@@ -1497,8 +1523,8 @@ def _run(module: nn.Module, call, args: tuple, kwargs: dict):
         with unsharded(module):
             return call(*args, **kwargs)
     except RuntimeError as e:
-        for words, cure in CURES.items():
-            if words in str(e) and cure not in getattr(e, "__notes__", ()):
+        for pattern, cure in CURES.items():
+            if re.search(pattern, str(e)) and cure not in getattr(e, "__notes__", ()):
                 e.add_note(cure)
         raise
 
@@ -1601,6 +1627,19 @@ def _check_root(root: int) -> None:
                 )
 
 
+# It, too, runs while tracing: torch's error comes when the compiled code runs, where
+# nothing of this file does.
+@torch.compiler.assume_constant_result
+@_skipped_by_dynamo
+def _warn_of_dtype() -> None:
+    warnings.warn(
+        "data_parallel: compiled code calls parameters() or state_dict(), which give "
+        "shards in the stored dtype, while weights are read in param_dtype. If it asks "
+        "for a dtype, have it ask a weight: x.to(self.proj.weight.dtype)",
+        stacklevel=2,
+    )
+
+
 def _check_saved(module, state, prefix, *_) -> None:
     """RuntimeError for shards that another rank has saved: what a file of rank 0 alone
     gives all the others."""
@@ -1693,5 +1732,6 @@ def _drawing() -> Iterator[None]:
 
 _strict.check = _check
 _strict.check_root = _check_root
+_strict.warn_of_dtype = _warn_of_dtype
 _strict.drawing = _drawing
 _strict.check_saved = _check_saved

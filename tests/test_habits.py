@@ -661,10 +661,11 @@ def test_an_error_of_torch_that_our_wrapper_leads_to_says_what_to_do(fake, forwa
     assert len(error.value.__notes__) == 1
 
 
-def test_get_parameter_while_the_model_runs_finds_no_parameter(fake):
-    model = data_parallel(type("Model", (Ends,), dict(forward=lambda m, x: x + m.get_parameter("shift")))(), fake(2))
-    with pytest.raises(AttributeError, match="`shift` is not an nn.Parameter"):
-        model(torch.ones(2, 3))
+@pytest.mark.parametrize("compile", [False, True])
+def test_get_parameter_while_the_model_runs_gives_what_the_attribute_is(fake, compile):
+    model = data_parallel(type("Model", (Ends,), dict(forward=lambda m, x: x + m.get_parameter("shift")))(), fake(1))
+    run_of(model, compile)(torch.ones(2, 3)).sum().backward()
+    assert whole(model.shift.grad).tolist() == [2, 2, 2]
 
 
 def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it(fake):

@@ -1,9 +1,11 @@
-"""Units that data_parallel(units=..) names, reentrant checkpoints, and compiled code that falls back to Python.
+"""Units that data_parallel(units=..) names, reentrant checkpoints, compiled code that falls back to Python, dtypes.
 
     pytest tests/test_units.py       # seconds; fake process groups and two gloo ranks, no GPU
 """
 
 import copy
+import itertools
+import warnings
 
 import pytest
 import torch
@@ -179,8 +181,13 @@ def broken(mesh):
     return max((a - b).abs().max().item() for a, b in zip(eager, compiled, strict=True)), compiled_counts, eager_counts
 
 
-def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers():
-    for difference, compiled, eager in spawn(2, [broken])["broken"]:
+@pytest.fixture(scope="module")
+def two():
+    return spawn(2, [broken, answers])
+
+
+def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers(two):
+    for difference, compiled, eager in two["broken"]:
         assert difference < 1e-6
         assert compiled[0] <= eager[0]
 
@@ -189,17 +196,93 @@ def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers():
 
 
 class Casting(nn.Module):
-    def __init__(self):
+    """Casts its input to a dtype that it asks itself for, in one of the ways in which models do."""
+
+    def __init__(self, way):
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.ask = ASKS[way]
+
+    @property
+    def dtype(self):  # as Hugging Face and diffusers have it
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     def forward(self, x):
-        return self.linear(x.to(next(self.parameters()).dtype))
+        return self.linear(x.to(self.ask(self)))
+
+
+ASKS = dict(
+    parameters=lambda m: next(m.parameters()).dtype, property=lambda m: m.dtype,
+    named_parameters=lambda m: dict(m.named_parameters())["linear.weight"].dtype,
+    state_dict=lambda m: m.state_dict()["linear.weight"].dtype,
+    get_parameter=lambda m: m.get_parameter("linear.weight").dtype, attribute=lambda m: m.linear.weight.dtype,
+)  # fmt: skip
+RIGHT = "get_parameter", "attribute"
+CURE = "x.to(self.proj.weight.dtype)"
+
+
+def answers(mesh):
+    """(way, compiled) -> the dtype of the output, or the error; where the cure stands: in its note, in a warning."""
+    found = {}
+    for way, compiled in itertools.product(ASKS, (False, True)):
+        torch._dynamo.reset()
+        model = data_parallel(Casting(way), mesh, mp_policy=BF16)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                answer = str(run(torch.randn(2, 8)).dtype), []
+            except RuntimeError as error:
+                answer = str(error), [note for note in getattr(error, "__notes__", ()) if CURE in note]
+        found[way, compiled] = *answer, [w for w in map(str, (w.message for w in warned)) if CURE in w]
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_input_cast_to_the_dtype_of_parameters_ends_in_an_error_that_names_the_cure(fake, ranks):
-    model = data_parallel(Casting(), fake(ranks), mp_policy=BF16)
-    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
-        model(torch.randn(2, 8))
-    assert ["x.to(self.proj.weight.dtype)" in note for note in caught.value.__notes__] == [True]
+def test_a_dtype_that_a_running_model_asks_itself_for_is_right_or_an_error_with_the_cure(fake, two, ranks):
+    for found in two["answers"] if ranks == 2 else [answers(fake(1))]:
+        for (way, compiled), (answer, notes, warned) in found.items():
+            if way in RIGHT:
+                assert (answer, notes, warned) == ("torch.bfloat16", [], [])
+            else:
+                assert "must have the same dtype" in answer
+                assert (len(notes), bool(warned)) == ((0, True) if compiled else (1, False)), (way, compiled)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_forward_that_averages_parameters_in_place_changes_the_parameters(fake, compile):
+    """As MoCo's does, hence parameters() gives shards there, too; without a cast no word is said of it."""
+
+    class Momentum(Layer):
+        @torch.no_grad()
+        def forward(self, x):
+            for slow, fast in zip(self.up.parameters(), self.down.parameters()):
+                slow.mul_(0.5).add_(fast.mean(), alpha=0.5)
+            return self.up(x)
+
+    model = data_parallel(Momentum(), fake(2))
+    before = model.up.weight._local_tensor.clone()
+    torch.compile(model, backend="aot_eager", disable=not compile)(torch.randn(2, 8))
+    assert not torch.equal(model.up.weight._local_tensor, before)
+    assert model.get_parameter("up.weight") is model.up.weight is dict(model.named_parameters())["up.weight"]
+    with pytest.raises(AttributeError):
+        model.get_parameter("up.nothing")
+
+
+CLASHES = dict(
+    linear=lambda x, w: nn.functional.linear(x, w), bmm=lambda x, w: torch.bmm(x[None], w[None]),
+    conv=lambda x, w: nn.functional.conv1d(x[None], w[..., None], w[0]),
+    norm=lambda x, w: nn.functional.layer_norm(x, (8,), w[0], w[0]),
+    attention=lambda x, w: nn.functional.scaled_dot_product_attention(x[None], w[None], w[None]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("clash", CLASHES)
+def test_each_of_torch_s_words_for_dtypes_that_clash_has_the_note(fake, clash):
+    class Clash(nn.Linear):
+        def forward(self, x):
+            return CLASHES[clash](x, self.weight)
+
+    with pytest.raises(RuntimeError) as error:
+        data_parallel(Clash(8, 8), fake(2), mp_policy=BF16)(torch.randn(8, 8))
+    assert [CURE in note for note in error.value.__notes__] == [True]
