@@ -256,7 +256,7 @@ def test_a_forward_that_averages_parameters_in_place_changes_the_parameters(fake
     class Momentum(Layer):
         @torch.no_grad()
         def forward(self, x):
-            for slow, fast in zip(self.up.parameters(), self.down.parameters()):
+            for slow, fast in zip(self.up.parameters(), self.down.parameters(), strict=True):
                 slow.mul_(0.5).add_(fast.mean(), alpha=0.5)
             return self.up(x)
 
