@@ -30,6 +30,7 @@ refuses what would be silently wrong, and draws initial values as one process wo
 
 import functools
 import hashlib
+import inspect
 import operator
 import re
 import threading
@@ -51,6 +52,10 @@ from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import get_current_meta
+from torch.nn.utils.parametrize import ParametrizationList, remove_parametrizations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
@@ -58,9 +63,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # All that this file uses of torch's private names: the modules of is_fake, skip_code
 # and dispatch, the names below, and the attributes Module._parameters,
-# Module._compiled_call_impl, Tensor._base, Tensor._version, Tensor._backward_hooks,
-# Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata, OpOverload._schema,
-# DTensor._local_tensor, DTensor._spec, ProcessGroup._get_backend,
+# Module._compiled_call_impl, Module._forward_pre_hooks, Tensor._base, Tensor._version,
+# Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata,
+# OpOverload._schema, DTensor._local_tensor, DTensor._spec, ProcessGroup._get_backend,
 # ProcessGroupGloo.Options._threads, RNNBase._flat_weights, RNNBase._flat_weights_names,
 # aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each says which is
 # missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta
@@ -160,6 +165,8 @@ _strict = SimpleNamespace(
     check_root=lambda root: None,
     check_saved=lambda *args: None,
     warn_of_dtype=lambda: None,
+    refuse_removal=lambda module: None,
+    attributes=lambda cls: {},
     drawing=nullcontext,
 )
 
@@ -817,6 +824,7 @@ def _wrapped_class(
     attributes |= {
         method: asking(method) for method in ("named_parameters", "state_dict")
     }
+    attributes |= _strict.attributes(cls)
     if is_root:
         attributes["__call__"] = call
     if role == "unit":
@@ -908,6 +916,7 @@ def data_parallel(
             _shard_own(module, device_mesh, mode, min_bytes)
             module._gather_policy = policy
             module.register_load_state_dict_pre_hook(_strict.check_saved)
+            _strict.refuse_removal(module)
         cls = type(module)
         own = tuple(
             (name, p.shape) for name, p in module._parameters.items() if p is not None
@@ -1659,6 +1668,40 @@ def _check_saved(module, state, prefix, *_) -> None:
                 )
 
 
+# torch computes the weight and puts it where the shards were: of shards it ends
+# half-way in errors that name no cause, inside unsharded() every rank would train its
+# own.
+def _removal(*args):
+    raise RuntimeError(
+        "data_parallel: parametrizations, pruning, weight norm and spectral norm cannot "
+        "be removed from a wrapped model. Take its whole tensors (get_model_state_dict "
+        "with full_state_dict=True), load them into a model that is not wrapped, and "
+        "remove them there"
+    )
+
+
+def _refuse_removal(module: nn.Module) -> None:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm):
+            hook.remove = _removal
+    if isinstance(module, ParametrizationList):
+        module._is_tensor = module.__dict__.pop("is_tensor")
+
+
+def _is_tensor(parametrizations: ParametrizationList) -> bool:
+    """The first that remove_parametrizations() asks, and the last that this file can
+    answer before something is changed."""
+    if not torch.compiler.is_compiling():
+        if inspect.currentframe().f_back.f_code is remove_parametrizations.__code__:
+            _removal()
+    return parametrizations._is_tensor
+
+
+def _attributes(cls: type) -> dict:
+    is_list = issubclass(cls, ParametrizationList)
+    return dict(is_tensor=property(_is_tensor)) if is_list else {}
+
+
 # What random values a DTensor gets depends on the number of ranks. Inside
 # disable_data_parallel() each rank draws the whole tensor and keeps its shard; nothing
 # is sent, so all ranks must have been seeded alike. What DRAWS lacks (torch.normal,
@@ -1733,5 +1776,7 @@ def _drawing() -> Iterator[None]:
 _strict.check = _check
 _strict.check_root = _check_root
 _strict.warn_of_dtype = _warn_of_dtype
+_strict.refuse_removal = _refuse_removal
+_strict.attributes = _attributes
 _strict.drawing = _drawing
 _strict.check_saved = _check_saved

@@ -210,6 +210,7 @@ PRIVATE = {
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
     "Module._compiled_call_impl": lambda: nn.Linear(1, 1)._compiled_call_impl,
+    "Module._forward_pre_hooks": lambda: nn.Linear(1, 1)._forward_pre_hooks.values(),
     "ProcessGroup._get_backend": lambda: torch.distributed.ProcessGroup._get_backend,
     "Options._threads": lambda: torch.distributed.ProcessGroupGloo._Options()._threads,
     "Tensor._base": lambda: torch.empty(0)._base,
@@ -227,7 +228,7 @@ PRIVATE = {
 # What it hangs on a storage and on a module; a part of the names of operations such as rand_like.
 OWN = {"_sharded", "_owners", "_gathered", "_gather_policy", "_data_parallel_root", "_data_parallel_role",
        "_data_parallel_unit", "_data_parallel_class", "_data_parallel_names", "_data_parallel_group",
-       "_data_parallel_units_listed"}  # fmt: skip
+       "_data_parallel_units_listed", "_is_tensor"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRIVATE)
