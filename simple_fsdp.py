@@ -1673,10 +1673,10 @@ def _check_saved(module, state, prefix, *_) -> None:
 # own.
 def _removal(*args):
     raise RuntimeError(
-        "data_parallel: parametrizations, pruning, weight norm and spectral norm cannot "
-        "be removed from a wrapped model. Take its whole tensors (get_model_state_dict "
-        "with full_state_dict=True), load them into a model that is not wrapped, and "
-        "remove them there"
+        "data_parallel: parametrizations, pruning, weight norm and spectral norm "
+        "cannot be removed from a wrapped model. Take its whole tensors "
+        "(get_model_state_dict with full_state_dict=True), load them into a model that "
+        "is not wrapped, and remove them there"
     )
 
 
