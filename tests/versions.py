@@ -32,8 +32,8 @@ from trainer.checks import TORCH  # noqa: E402
 PARTS = {  # the test files of each part; parts run one after the other
     "wrapper": """
         test_simple_fsdp test_simple_fsdp_cost test_simple_fsdp_errors test_simple_fsdp_ranks
-        test_structures test_units test_habits test_habits_around test_eager_blocks test_inputs test_hugging_face_outputs
-        test_gloo test_other_models test_baselines test_examples
+        test_structures test_units test_habits test_habits_around test_eager_blocks test_inputs
+        test_hugging_face_outputs test_gloo test_other_models test_baselines test_examples
     """,
     "compiler": """
         test_generated test_equivalence test_overlap
