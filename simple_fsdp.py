@@ -56,6 +56,7 @@ from torch.nn.utils.parametrize import ParametrizationList, remove_parametrizati
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
@@ -166,6 +167,7 @@ _strict = SimpleNamespace(
     check_saved=lambda *args: None,
     warn_of_dtype=lambda: None,
     refuse_removal=lambda module: None,
+    watch_optimizers=lambda: None,
     attributes=lambda cls: {},
     drawing=nullcontext,
 )
@@ -893,6 +895,7 @@ def data_parallel(
     argument or a parameter that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     groups = _listed_units(model, units) if units is not None else []
+    _strict.watch_optimizers()
     _tag_compile_cache(device_mesh)
     policy = GatherPolicy(
         mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
@@ -1668,6 +1671,27 @@ def _check_saved(module, state, prefix, *_) -> None:
                 )
 
 
+def _check_moments(optimizer: torch.optim.Optimizer, *_) -> None:
+    """RuntimeError for moments that are whole while the parameters are shards, as the
+    optimizer of a DDP checkpoint has them: load_state_dict takes it, and the step would
+    end in an error that names no cause. Others than torch's may mean it."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for p, state in islice(optimizer.state.items(), 1):
+        for name, t in state.items() if isinstance(p, DTensor) else ():
+            if type(t) is Tensor and t.ndim and t.shape == p.shape:
+                raise RuntimeError(
+                    f"data_parallel: {name} of the optimizer is a whole tensor, as in "
+                    "a checkpoint of DDP, but its parameter is a shard. Before it is "
+                    "loaded distribute_tensor(t, p.device_mesh, p.placements) each"
+                )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_moments)
+
+
 # torch computes the weight and puts it where the shards were: of shards it ends
 # half-way in errors that name no cause, inside unsharded() every rank would train its
 # own.
@@ -1778,5 +1802,6 @@ _strict.check_root = _check_root
 _strict.warn_of_dtype = _warn_of_dtype
 _strict.refuse_removal = _refuse_removal
 _strict.attributes = _attributes
+_strict.watch_optimizers = _watch_optimizers
 _strict.drawing = _drawing
 _strict.check_saved = _check_saved

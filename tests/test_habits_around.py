@@ -240,7 +240,8 @@ def ddp_goes_on(mesh):
 
 def test_a_checkpoint_of_ddp_goes_on_by_the_recipe_of_the_docs(two):
     for said, far, counts, rates in two["ddp_goes_on"]:
-        assert MIXED in said[0] and "initial_lr" in said[1]
+        assert "exp_avg of the optimizer is a whole tensor, as in a checkpoint of DDP" in said[0]
+        assert "initial_lr" in said[1]
         assert far < 1e-6
         assert counts == [{6}, {6}]
         assert rates == [[0.0125, 0.0125]] * 2
@@ -317,3 +318,23 @@ def test_a_penalty_between_shards_is_written_out_or_computed_inside_unsharded(tw
 @pytest.fixture(scope="module")
 def two():
     return spawn(2, [undone, broadcast, on_one_rank, ddp_goes_on, averaged_before, penalised])
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_moments_of_shards_numbers_and_other_people_s_optimizers_are_left_alone(fake, mode):
+    """A scalar's own state has its shape, too: NAdam keeps numbers. Others may keep whole tensors."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(4, 2))])
+    data_parallel(model, fake(1), mode)
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for cls in (torch.optim.NAdam, torch.optim.AdamW, Own):
+        optimizer = cls(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = p.detach().clone()
+            optimizer.step()
+            if cls is Own:
+                optimizer.state[p]["average"] = torch.ones(4, 2)
+    assert all(torch.isfinite(whole(p)).all() for p in model.parameters())
