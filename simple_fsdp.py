@@ -1695,7 +1695,7 @@ def _watch_optimizers() -> None:
 # torch computes the weight and puts it where the shards were: of shards it ends
 # half-way in errors that name no cause, inside unsharded() every rank would train its
 # own.
-def _removal(*args):
+def _cannot_remove(*args):
     raise RuntimeError(
         "data_parallel: parametrizations, pruning, weight norm and spectral norm "
         "cannot be removed from a wrapped model. Take its whole tensors "
@@ -1707,7 +1707,7 @@ def _removal(*args):
 def _refuse_removal(module: nn.Module) -> None:
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm):
-            hook.remove = _removal
+            hook.remove = _cannot_remove
     if isinstance(module, ParametrizationList):
         module._is_tensor = module.__dict__.pop("is_tensor")
 
@@ -1717,11 +1717,11 @@ def _is_tensor(parametrizations: ParametrizationList) -> bool:
     answer before something is changed."""
     if not torch.compiler.is_compiling():
         if inspect.currentframe().f_back.f_code is remove_parametrizations.__code__:
-            _removal()
+            _cannot_remove()
     return parametrizations._is_tensor
 
 
-def _attributes(cls: type) -> dict:
+def _attributes_of(cls: type) -> dict:
     is_list = issubclass(cls, ParametrizationList)
     return dict(is_tensor=property(_is_tensor)) if is_list else {}
 
@@ -1801,7 +1801,7 @@ _strict.check = _check
 _strict.check_root = _check_root
 _strict.warn_of_dtype = _warn_of_dtype
 _strict.refuse_removal = _refuse_removal
-_strict.attributes = _attributes
+_strict.attributes = _attributes_of
 _strict.watch_optimizers = _watch_optimizers
 _strict.drawing = _drawing
 _strict.check_saved = _check_saved
