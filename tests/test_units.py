@@ -245,8 +245,9 @@ def test_a_dtype_that_a_running_model_asks_itself_for_is_right_or_an_error_with_
             if way in RIGHT:
                 assert (answer, notes, warned) == ("torch.bfloat16", [], [])
             else:
-                # Dynamo of torch 2.14 does not trace state_dict().
-                assert "must have the same dtype" in answer or (compiled and "setattr() on unsupported" in answer)
+                # Dynamo of torch 2.11 and 2.14 does not trace state_dict().
+                untraced = compiled and way == "state_dict" and "setattr" in answer
+                assert untraced or "must have the same dtype" in answer
                 assert (len(notes), bool(warned)) == ((0, True) if compiled else (1, False)), (way, compiled)
 
 
