@@ -129,6 +129,24 @@ def test_a_reentrant_checkpoint_with_a_head_behind_it_reduces_each_unit_once(fak
     assert gathers == 12  # each in forward and once more
 
 
+def reentrant(mesh):
+    """The largest difference of gradients of whole layers under reentrant checkpoints to those without any."""
+    gradients = []
+    for used in (False, True):
+        torch.manual_seed(1)
+        model = data_parallel(Model(used), mesh)
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(mesh.get_rank()))
+        for _ in range(2):  # the second time units start ahead
+            model.zero_grad()
+            model(x).backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+
+
+def test_reentrant_checkpoints_give_the_gradients_of_none(two):
+    assert max(two["reentrant"]) < 1e-7
+
+
 # ------------------------------------------------------------------------------ compiled code that falls back to Python
 
 
@@ -183,7 +201,7 @@ def broken(mesh):
 
 @pytest.fixture(scope="module")
 def two():
-    return spawn(2, [broken, answers])
+    return spawn(2, [broken, answers, reentrant])
 
 
 def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers(two):
