@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import spawn
-from torch import nn
+from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
@@ -258,7 +258,7 @@ class Fork(overlap.CustomGraphPass):
 
     def __call__(self, g):
         for name, graphs in self.graphs.items():
-            graphs.append(SimpleNamespace(graph=copy.deepcopy(g)))
+            graphs.append(fx.GraphModule(g.owning_module, copy.deepcopy(g)))
             self.passes.get(name, lambda g: None)(graphs[-1].graph)
 
 
@@ -321,7 +321,8 @@ CASES = dict(
     inner=(Outer, lambda model: model.model, INNER, 14, 3, 6144, None),
     other_root=(Outer, under_another_name, INNER, 9, 2, 6144, None),
     twins=(twins, through_both, TWINS, 23, 3, 6144, None),
-    graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 6144, None),
+    # One reduction more than before is exposed: the gradient of the weight comes first in a graph of one product.
+    graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 6, 6144, None),
     parent_reads=(parent_reads, whole, LAYERS, 23, 3, 3072, None),
 )  # fmt: skip
 SLOW = "twice unet twins equal_gradients lists skipped experts encoder_decoder shared inner other_root".split()
