@@ -36,6 +36,7 @@
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
 #   OUT            folder of results (verify, gpu: runs) or traces (profile: profile)
 #   CELL_TIMEOUT   seconds for one cell of a sweep (default 1800)
+#   TEST_SHARE     I/N: test runs every Nth of its files, from the Ith on
 # Relative paths in FLAGS start at the repository.
 
 set -euo pipefail

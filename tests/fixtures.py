@@ -100,14 +100,21 @@ versions::test_a_version_that_cannot_be_installed_has_not_passed
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the LONG, and puts the longest files first: two workers, who take a file at a time, end together then."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the LONG, and puts the longest files first: two workers, who take a file at a time, end together then.
+    TEST_SHARE=I/N in the environment: runs every Nth file of these, from the Ith on."""
     for item in items:
         name = item.path.stem.removeprefix("test_")
         if name in LONG or f"{name}::{item.name.partition('[')[0]}" in LONG:
             item.add_marker(pytest.mark.long)
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path.name))
+    if share := os.environ.get("TEST_SHARE"):
+        which, shares = map(int, share.split("/"))
+        files = list(dict.fromkeys(item.path for item in items))
+        chosen = set(files[which % shares :: shares])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
 
 
 def pytest_collection_finish() -> None:
