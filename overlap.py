@@ -8,7 +8,11 @@ simple_fsdp.py puts one all-gather of each unit, a block of the model as a rule,
 compiled graph, and one reduction. Left alone, Inductor waits for each at once. With
 these options the next unit's all-gather starts as soon as this unit's has arrived, in
 forward and backward, so that the weights of two units exist at most; a reduction is
-waited for one unit later. Nothing but the order changes. Needs Inductor (torch 2.11 to
+waited for one unit later. Where memory is at its peak, two collectives of a graph give
+way and overlap less.
+
+The options also order a backward so that it needs less memory, on a single rank too;
+see part 2, "Memory". No matrix product is computed twice. Needs Inductor (torch 2.11 to
 2.14).
 """
 
@@ -22,8 +26,10 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.tensor import DTensor
+from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
@@ -69,6 +75,9 @@ FLOP_FORMULAS = ChainMap(
         ],
     },
 )
+CAST = torch.ops.prims.convert_element_type.default
+PRODUCTS_OF_MATRICES = aten.mm.default, aten.addmm.default, aten.bmm.default
+SUMS = aten.sum.dim_IntList, aten.sum.default
 LAYOUT = {
     operator.getitem,
     aten.reshape.default,
@@ -76,7 +85,7 @@ LAYOUT = {
     aten._to_copy.default,
     aten.cat.default,
     aten._unsafe_view.default,
-    torch.ops.prims.convert_element_type.default,
+    CAST,
 }
 
 
@@ -84,8 +93,7 @@ def compile_options(
     model: nn.Module, whole_step: bool = False, ahead: float = 1.0
 ) -> dict:
     """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or
-    of a function around it; those of another wrapped model do as well. {} on a single
-    rank, where Inductor's own order of a graph needs less memory.
+    of a function around it; those of another wrapped model do as well.
 
     whole_step: what is compiled is a whole training step, which returns its loss first
     and updates the parameters.
@@ -97,7 +105,7 @@ def compile_options(
     more.
 
     Raises ValueError for a model that is not wrapped, another `ahead`, or a
-    post_grad_custom_post_pass that is set already. Warns, while compiling, of a graph
+    post_grad_custom_post_pass or joint_custom_post_pass that is set already. Warns, while compiling, of a graph
     without any unit, and of options that move the collectives again."""
     _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
@@ -106,8 +114,7 @@ def compile_options(
 def overlap_pass_and_options(
     model: nn.Module, whole_step=False, ahead=1.0
 ) -> tuple["Overlap", dict]:
-    """What moves the collectives, and compile_options, of which it is a part on several
-    ranks."""
+    """What moves the collectives, and compile_options, of which it is a part."""
     part = 0 <= ahead <= 1
     several = ahead > 1 and ahead % 1 == 0
     if not part and not several:
@@ -123,16 +130,18 @@ def overlap_pass_and_options(
     classes = map(type, model.modules())
     has_units = any(getattr(cls, "_data_parallel_unit", False) for cls in classes)
     moves = Overlap(has_units, whole_step, ahead)
-    if torch.distributed.get_world_size() == 1:
-        return moves, {}
-    others = inductor_config.post_grad_custom_post_pass
-    if others is not None:
-        raise ValueError(
-            "torch._inductor.config.post_grad_custom_post_pass is set, "
-            "compile_options() would replace it: reset it, or call both passes from "
-            "one of your own"
-        )
-    return moves, dict(post_grad_custom_post_pass=moves) | DISABLED_INDUCTOR_PASSES
+    passes = dict(
+        joint_custom_post_pass=RecomputeNorms(), post_grad_custom_post_pass=moves
+    )
+    for name in passes:
+        if getattr(inductor_config, name) is not None:
+            raise ValueError(
+                f"torch._inductor.config.{name} is set, compile_options() would "
+                "replace it: reset it, or call both passes from one of your own"
+            )
+    # A buffer that Inductor keeps for later reuse is memory that nothing else can have
+    # meanwhile. The allocator gives a freed one out again at no cost.
+    return moves, passes | dict(allow_buffer_reuse=False) | DISABLED_INDUCTOR_PASSES
 
 
 class Overlap(CustomGraphPass):
@@ -151,15 +160,15 @@ class Overlap(CustomGraphPass):
 
     def uuid(self):
         """What the compile caches know of this pass: its source and its settings."""
-        text = Path(__file__).read_bytes()
-        source = hashlib.sha256(text).hexdigest()
-        return source, self.has_units, self.whole_step, self.ahead
+        return source_hash(), self.has_units, self.whole_step, self.ahead
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
         starts = [n for n in g.nodes if is_ours(n)]
         if not starts:
-            return  # such as the subgraphs of FlexAttention
+            behind = weight_gradients_first(g)
+            keep_order(g, behind | cast_weights_again(g) | cast_gradients_last(g))
+            return
         self.warn_of_options()
         self.warn_of_units(starts)
         for start in starts:
@@ -168,6 +177,7 @@ class Overlap(CustomGraphPass):
             for wait in others:
                 wait.replace_all_uses_with(first)
                 g.erase_node(wait)
+        behind = weight_gradients_first(g)
         backward = self.gather_again(g) if self.whole_step else None
         # Nodes compare by their places.
         gathers = sorted(gathers_of_parameters(g), key=first_use)
@@ -184,7 +194,10 @@ class Overlap(CustomGraphPass):
             self.wait_late(g, op)
             stable_topological_sort(g)
         g.eliminate_dead_code()
-        g.lint()
+        for _ in range(2):
+            give_way_at_peak(g)
+            stable_topological_sort(g)
+        keep_order(g, behind | buckets_last(g))
 
     def warn_of_options(self) -> None:
         undone = [
@@ -487,3 +500,362 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         copy.meta = dict(n.meta)
         copies[n] = copy
     return copies.get(n, n)
+
+
+# ----------------------------------------------------------------------------------
+# Part 2. Memory
+#
+# Left alone, Inductor computes the gradient of a layer's input before that of its
+# weight. Of an MLP, down(gelu(up(x))), three tensors of its hidden width are alive then:
+#
+#   gh = gy @ w        h, gelu(h), gh      gw = gy.T @ gelu(h)    h, gelu(h)
+#   gw = gy.T @ gelu(h)                    gh = gy @ w            h, gh
+#
+# On the right the weight's gradient comes first. An order in the graph is not enough:
+# Inductor's scheduler fuses what it can. preserve_node_ordering tells it what has to
+# stay behind what.
+# ----------------------------------------------------------------------------------
+
+
+class RecomputeNorms(CustomGraphPass):
+    """Marks, in the graph of forward and backward, the outputs of norms that matrix
+    products read: backward computes them again from the norm's input, which it needs
+    anyway. That reads and writes one tensor of the norm's size. What a checkpoint has
+    marked stays."""
+
+    def uuid(self):
+        return source_hash()
+
+    def __call__(self, g: fx.Graph) -> None:
+        g = getattr(g, "graph", g)
+        of_backward = descendants_of_tangents(g)
+        if not of_backward:
+            return
+        for product in g.nodes:
+            if product.target not in PRODUCTS_OF_MATRICES or product in of_backward:
+                continue
+            source = product.args[-2]
+            while getattr(source.target, "is_view", False) or source.target in (
+                aten.reshape.default,
+                aten._unsafe_view.default,
+            ):
+                source = source.args[0]
+            narrows = nbytes_of(product) < nbytes_of(source)
+            if not narrows and "recompute" not in source.meta and is_norm(source):
+                source.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                # That of the outermost region: torch keeps what a region with a larger
+                # number reads.
+                source.meta["ac_graph_id"] = 0
+
+
+def source_hash() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def nbytes_of(n: fx.Node) -> int:
+    value = n.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def is_norm(n: fx.Node) -> bool:
+    """Whether a tensor is computed, without a product, from another one and from a
+    reduction of it, as a mean."""
+    seen = set()
+    todo = [n]
+    while todo:
+        n = todo.pop()
+        if n in seen or n.op != "call_function" or is_product(n):
+            continue
+        seen.add(n)
+        # Of several results each is a node of its own.
+        made_by = n.args[0] if n.target is operator.getitem else n
+        if 0 < 8 * numel_of(n) <= max(map(numel_of, made_by.all_input_nodes), default=0):
+            return True
+        todo += n.all_input_nodes
+    return False
+
+
+def descendants_of_tangents(g: fx.Graph) -> set[fx.Node]:
+    """Gradients: what depends on the gradients that a backward is given."""
+    found = set()
+    for n in g.nodes:
+        is_tangent = n.op == "placeholder" and n.name.startswith("tangents")
+        if is_tangent or not found.isdisjoint(n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def source_of(n: fx.Node) -> fx.Node:
+    """What a view, a cast or a copy is made of."""
+    while is_layout(n) and len(n.all_input_nodes) == 1:
+        (n,) = n.all_input_nodes
+    return n
+
+
+def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Puts the gradient of a weight before the product that goes on from the same
+    gradient of an output to that of an input, in a backward graph. Returns what has to
+    stay behind what: this, and behind sums, as of a bias, the next product."""
+    gradients = descendants_of_tangents(g)
+    # What a product depends on, but by way of a reduction over the ranks.
+    leads_on = set()
+    for n in reversed(g.nodes):
+        is_reduction = n.target in (SCATTER, REDUCE)
+        if not is_reduction and any(is_product(m) or m in leads_on for m in n.users):
+            leads_on.add(n)
+    readers = {}
+    of_parameters = []
+    for n in g.nodes:
+        if n not in gradients:
+            continue
+        if n not in leads_on and (is_product(n) or n.target in SUMS):
+            of_parameters.append(n)
+        elif is_product(n):
+            for source in {source_of(m): None for m in n.all_input_nodes}:
+                readers.setdefault(source, []).append(n)
+    behind = {}
+    others = set()
+    for n in of_parameters:
+        # One, or orders that contradict each other would be possible.
+        sources = {source_of(m) for m in n.all_input_nodes} & gradients
+        products = readers.get(*sources, ()) if len(sources) == 1 else ()
+        for product in products:
+            behind.setdefault(product, []).append(n)
+        if not products:
+            others.add(n)
+    sort_behind(g, behind)
+    for n in sorted(others):
+        needed = ancestors(n)
+        at = max(filter(is_product, needed - {n}), default=None)
+        for m in sorted(m for m in needed if at is not None and m > at):
+            if m.op == "call_function":
+                at.append(m)
+                at = m
+    waiting = []
+    for n in g.nodes:
+        if n in others:
+            waiting.append(n)
+        elif waiting and n in gradients and n in leads_on and is_product(n):
+            behind.setdefault(n, []).extend(waiting)
+            waiting = []
+    return behind
+
+
+def sort_behind(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
+    """Nodes stay in their order, but each comes behind its inputs and behind what
+    `behind` names for it."""
+    done = set()
+    last = None
+    for first in list(g.nodes):
+        todo = [first]
+        while todo:
+            n = todo[-1]
+            missing = [m for m in n.all_input_nodes if m not in done]
+            missing += [m for m in behind.get(n, ()) if m not in done]
+            if missing:
+                todo += sorted(missing, reverse=True)
+                continue
+            todo.pop()
+            if n not in done:
+                done.add(n)
+                if last is not None:
+                    last.append(n)
+                last = n
+
+
+def buckets_last(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """A unit's bucket of gradients comes behind the last product that makes one.
+    Inductor would allocate it with the first, since it writes each into its place; in
+    the dtype of the reduction it is larger than what goes in."""
+    behind = {}
+    for start in filter(is_ours, g.nodes):
+        bucket = source_of(start.args[0])
+        if start.target is not GATHER and bucket.target is aten.cat.default:
+            sources = map(source_of, bucket.all_input_nodes)
+            behind[bucket] = sorted(filter(is_product, sources))[-1:]
+    return behind
+
+
+def cast_gradients_last(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """On a single rank, where nothing reduces them, gradients get the dtype of the
+    parameters, which is larger, behind the last product of the graph."""
+    products = [n for n in g.nodes if is_product(n)]
+    behind = {}
+    for n in g.output_node().all_input_nodes:
+        while is_layout(n) and n.target is not CAST and len(n.all_input_nodes) == 1:
+            (n,) = n.all_input_nodes
+        if n.target is CAST and is_product(source_of(n)):
+            if nbytes_of(n) > nbytes_of(source_of(n)):
+                behind[n] = products[-1:]
+                products[-1].append(n)
+    stable_topological_sort(g)
+    return behind
+
+
+def cast_weights_again(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """On a single rank each product of a backward graph that reads a parameter in
+    another dtype casts it for itself, so that the cast is not kept in between."""
+    gradients = descendants_of_tangents(g)
+    behind = {}
+    for cast in g.find_nodes(op="call_function", target=CAST) if gradients else ():
+        if cast.args[0].op != "placeholder":
+            continue
+        whole = views_of(cast)
+        uses = {(user, n) for n in whole for user in n.users if user not in whole}
+        readers = sorted(uses)
+        for (before, _), (reader, n) in zip(readers, readers[1:], strict=False):
+            if before is reader or not is_product(before):
+                continue
+            copies = {}
+            with g.inserting_before(reader):
+                reader.replace_input_with(n, copied(g, n, copies))
+            behind[copies[cast]] = [before]
+    return behind
+
+
+def keep_order(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
+    """Has Inductor's scheduler keep nodes behind others."""
+    alive = set(g.nodes)
+    order = {}
+    for n in g.nodes:
+        others = OrderedSet(m for m in behind.get(n, ()) if m in alive)
+        if others:
+            order[n] = others
+    preserve_node_ordering(g, order)
+    g.lint()
+
+
+def memory_of(g: fx.Graph) -> tuple[list[fx.Node], list[int], dict]:
+    """The nodes of a graph, an estimate of the bytes alive at each, and the first and
+    last place of each tensor. Counted are inputs, what products, collectives and sums
+    make, and what they or several others read; whatever else is computed is taken for a
+    part of the kernel that reads it. What is computed from a tensor of its size that
+    nothing else reads takes its place. What a collective reads is alive until it is
+    waited for."""
+    nodes = list(g.nodes)
+    place = {n: i for i, n in enumerate(nodes)}
+    dtypes = {dtype_of(n) for n in nodes if is_product(n)}
+    spans = {}
+    reads = {}
+    for n in nodes:
+        sources = set().union(*(reads[m] for m in n.all_input_nodes))
+        reads[n] = sources
+        if counts(n, dtypes):
+            spans[n] = [place[n], place[n]]
+            reads[n] = {n}
+        if n in spans or n.op == "output" or n.target is WAIT:
+            for source in sources:
+                spans[source][1] = place[n]
+        if n.target in (SCATTER, REDUCE, GATHER) and n.users:
+            for source in sources:
+                spans[source][1] = place[wait_of(n)]
+    change = [0] * (len(nodes) + 1)
+    for n, (first, last) in spans.items():
+        size = sum(map(nbytes_of, n.users)) if is_cut(n) else nbytes_of(n)
+        is_pointwise = not (is_product(n) or is_ours(n) or is_cut(n))
+        dying = (m for m in reads_of(n, spans) if spans[m][1] == first)
+        if is_pointwise and any(nbytes_of(m) == size for m in dying):
+            first += 1
+        change[first] += size
+        change[max(first, last + 1)] -= size
+    levels = []
+    for difference in change[:-1]:
+        levels.append(difference + (levels[-1] if levels else 0))
+    return nodes, levels, spans
+
+
+def counts(n: fx.Node, dtypes: set) -> bool:
+    """Whether a node is taken for a tensor in memory, see memory_of."""
+    if n.op == "placeholder" or is_product(n) or is_ours(n) or is_cut(n):
+        return True
+    if n.op != "call_function" or is_view(n) or n.target is WAIT:
+        return False
+    if n.target is aten.cat.default:
+        return True
+    sizes = [m.meta["val"].numel() for m in n.all_input_nodes if nbytes_of(m)]
+    is_sum = 0 < 8 * numel_of(n) <= max(sizes, default=0)
+    is_shared = len(n.users) > 1 and dtype_of(n) in dtypes
+    return is_sum or is_shared or feeds_product(n)
+
+
+def feeds_product(n: fx.Node) -> bool:
+    """Or a collective, as it is or in another layout."""
+    return any(
+        is_product(m) or is_ours(m) or (is_view(m) and feeds_product(m))
+        for m in n.users
+    )
+
+
+def reads_of(n: fx.Node, spans: dict) -> set[fx.Node]:
+    """The tensors in memory that a node is computed from."""
+    found = set()
+    todo = list(n.all_input_nodes)
+    while todo:
+        m = todo.pop()
+        if m in spans:
+            found.add(m)
+        else:
+            todo += m.all_input_nodes
+    return found
+
+
+def numel_of(n: fx.Node) -> int:
+    value = n.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def dtype_of(n: fx.Node) -> torch.dtype | None:
+    value = n.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_view(n: fx.Node) -> bool:
+    return getattr(n.target, "is_view", False) or n.target in (
+        operator.getitem,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+    )
+
+
+def give_way_at_peak(g: fx.Graph) -> None:
+    """The largest collective that is under way where memory is at its peak starts later,
+    or is waited for earlier, so far that it adds nothing to the peak that would be
+    there without it. One that would have nothing left to hide behind stays."""
+    nodes, levels, spans = memory_of(g)
+    place = {n: i for i, n in enumerate(nodes)}
+    peak = levels.index(max(levels))
+    under_way = []
+    for start in filter(is_ours, nodes):
+        wait = wait_of(start)
+        if place[start] < peak < place[wait]:
+            held = [start]
+            if start.target is not GATHER:
+                held += reads_of(start, spans)
+            under_way.append((sum(map(nbytes_of, held)), place[start], start, held))
+    if not under_way:
+        return
+    size, first, start, held = max(under_way)
+    wait = wait_of(start)
+    last = place[wait]
+    without = list(levels)
+    for n in held:
+        begin, end = spans[n]
+        for i in range(begin, max(end, last) + 1):
+            without[i] -= nbytes_of(n)
+    limit = max(without)
+    if start.target is GATHER:
+        at = last
+        while at > first + 1 and without[at - 1] + size <= limit:
+            at -= 1
+        hidden = any(map(is_product, nodes[at:last]))
+        if at > peak and hidden:
+            chain = [n for n in ancestors(start) if n.op == "call_function"]
+            for n in sorted(chain):
+                if len(n.users) == 1 or n is start:
+                    nodes[at].prepend(n)
+        return
+    at = first
+    while at < last - 1 and without[at + 1] + size <= limit:
+        at += 1
+    if at < peak and any(map(is_product, nodes[first:at])):
+        nodes[at].append(wait)
