@@ -569,7 +569,11 @@ def is_norm(n: fx.Node) -> bool:
         seen.add(n)
         # Of several results each is a node of its own.
         made_by = n.args[0] if n.target is operator.getitem else n
-        if 0 < 8 * numel_of(n) <= max(map(numel_of, made_by.all_input_nodes), default=0):
+        if (
+            0
+            < 8 * numel_of(n)
+            <= max(map(numel_of, made_by.all_input_nodes), default=0)
+        ):
             return True
         todo += n.all_input_nodes
     return False
