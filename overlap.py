@@ -109,8 +109,9 @@ def compile_options(
     more.
 
     Raises ValueError for a model that is not wrapped, another `ahead`, or a
-    post_grad_custom_post_pass or joint_custom_post_pass that is set already. Warns, while compiling, of a graph
-    without any unit, and of options that move the collectives again."""
+    post_grad_custom_post_pass or joint_custom_post_pass that is set already. Warns,
+    while compiling, of a graph without any unit, and of options that move the
+    collectives again."""
     _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
 
@@ -517,7 +518,8 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
 # Part 2. Memory
 #
 # Left alone, Inductor computes the gradient of a layer's input before that of its
-# weight. Of an MLP, down(gelu(up(x))), three tensors of its hidden width are alive then:
+# weight. Of an MLP, down(gelu(up(x))), three tensors of its hidden width are then
+# alive:
 #
 #   gh = gy @ w        h, gelu(h), gh      gw = gy.T @ gelu(h)    h, gelu(h)
 #   gw = gy.T @ gelu(h)                    gh = gy @ w            h, gh
@@ -609,8 +611,9 @@ def source_of(n: fx.Node) -> fx.Node:
 
 def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Puts the gradient of a weight before the product that goes on from the same
-    gradient of an output to that of an input, in a backward graph. Returns what has to
-    stay behind what: this, and behind sums, as of a bias, the next product."""
+    gradient of an output to that of an input, in a backward graph, and sums, as a bias
+    has, right behind the product that they are made from. Returns what has to stay
+    behind what."""
     gradients = descendants_of_tangents(g)
     # What a product depends on, but by way of a reduction over the ranks.
     leads_on = set()
@@ -640,12 +643,19 @@ def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             others.add(n)
     sort_behind(g, behind)
     for n in sorted(others):
-        needed = ancestors(n)
-        at = max(filter(is_product, needed - {n}), default=None)
-        for m in sorted(m for m in needed if at is not None and m > at):
-            if m.op == "call_function":
-                at.append(m)
-                at = m
+        chain = set()
+        at = None
+        todo = [n]
+        while todo:
+            m = todo.pop()
+            if m is not n and is_product(m):
+                at = m if at is None else max(at, m)
+            elif m not in chain and m.op == "call_function":
+                chain.add(m)
+                todo += m.all_input_nodes
+        for m in sorted(m for m in chain if at is not None and m > at):
+            at.append(m)
+            at = m
     waiting = []
     for n in g.nodes:
         if n in others:
@@ -830,10 +840,10 @@ def is_view(n: fx.Node) -> bool:
 
 
 def give_way_at_peak(g: fx.Graph) -> None:
-    """The largest collective that is under way where memory is at its peak starts later,
-    or is waited for earlier, until it adds nothing to the peak that would be there
-    without it. It stays where it is if nothing would be left to hide it, or if it is
-    more than a twelfth of the peak: with so few tokens for each weight, time is the
+    """The largest collective that is under way where memory is at its peak starts
+    later, or is waited for earlier, until it adds nothing to the peak that would be
+    there without it. It stays where it is if nothing would be left to hide it, or if it
+    is more than a twelfth of the peak: with so few tokens for each weight, time is the
     collectives', and overlap matters more."""
     nodes, levels, spans = memory_of(g)
     place = {n: i for i, n in enumerate(nodes)}
