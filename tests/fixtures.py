@@ -99,6 +99,9 @@ versions::test_a_version_that_cannot_be_installed_has_not_passed
 """.split()
 
 
+SHARED = pytest.StashKey[bool]()  # TEST_SHARE is applied
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the LONG, and puts the longest files first: two workers, who take a file at a time, end together then.
@@ -109,7 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path.name))
-    if share := os.environ.get("TEST_SHARE"):
+    # Both conftest.py have this hook, so pytest calls it twice: the second call would take a share of the share.
+    if (share := os.environ.get("TEST_SHARE")) and SHARED not in config.stash:
+        config.stash[SHARED] = True
         which, shares = map(int, share.split("/"))
         files = list(dict.fromkeys(item.path for item in items))
         chosen = set(files[which % shares :: shares])
