@@ -840,11 +840,11 @@ def is_view(n: fx.Node) -> bool:
 
 
 def give_way_at_peak(g: fx.Graph) -> None:
-    """The largest collective that is under way where memory is at its peak starts
-    later, or is waited for earlier, until it adds nothing to the peak that would be
-    there without it. It stays where it is if nothing would be left to hide it, or if it
-    is more than a twelfth of the peak: with so few tokens for each weight, time is the
-    collectives', and overlap matters more."""
+    """The largest gather or reduce-scatter that is under way where memory is at its
+    peak starts later, or is waited for earlier, until it adds nothing to the peak that
+    would be there without it. It stays where it is if nothing would be left to hide it,
+    or if it is more than a twelfth of the peak: with so few tokens for each weight,
+    time is the collectives', and overlap matters more."""
     nodes, levels, spans = memory_of(g)
     place = {n: i for i, n in enumerate(nodes)}
     peak = levels.index(max(levels))
@@ -854,7 +854,7 @@ def give_way_at_peak(g: fx.Graph) -> None:
         if start.target is not GATHER:
             held |= reads_of(start, spans)
         size = sum(map(nbytes_of, held))
-        is_small = 0 < 12 * size <= levels[peak]
+        is_small = 0 < 12 * size <= levels[peak] and start.target is not REDUCE
         if is_small and place[start] < peak < place[wait_of(start)]:
             under_way.append((size, place[start], held))
     if not under_way:
