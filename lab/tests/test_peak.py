@@ -176,15 +176,13 @@ sys.exit(peaks.main(own, config.parse(sys.argv[1:at] + sys.argv[at + 2:])))
 """
 
 
-@pytest.mark.slow
-@needs_triton
 @pytest.mark.parametrize("first", [True, False])
 def test_backward_of_an_mlp_holds_two_tensors_of_its_hidden_width(group, monkeypatch, first):
     """[B,T,4D], in generated code, where backward computes the activation again. Left alone, Inductor needs a third: it
     makes the gradient of `down`'s input before that of its weight."""
     if not first:
         monkeypatch.setattr(overlap, "weight_gradients_first", lambda g: {})
-    words = "--device cpu --param-dtype bf16 --remat both --depth 2 --width 64 --head-dim 16 --vocab 32 --batch 4"
+    words = "--device cpu --param-dtype bf16 --remat both --depth 2 --width 64 --head-dim 16 --vocab 288 --batch 4"
     words += " --seqlen 256"
     c = flags.resolve(flags.parse(words.split()), "cpu", WORLD)
     timeline, _ = peak.simulate(c, WORLD, None)
@@ -197,6 +195,8 @@ def test_backward_of_an_mlp_holds_two_tensors_of_its_hidden_width(group, monkeyp
     assert most == (2 if first else 3)
 
 
+@pytest.mark.slow
+@needs_triton
 def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed(tmp_path):
     found = again(SMALL[1], tmp_path / "rows.jsonl", PLANTED)
     with pytest.raises(AssertionError, match=r"\[1024,8192\] bf16; logits;.*was None"):  # it says which buffer
