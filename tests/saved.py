@@ -1,10 +1,14 @@
 """What is in a saved step, and a model to save: for the tests of checkpoints."""
 
+import hashlib
 import json
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from running import TINY, resolved
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
@@ -63,3 +67,24 @@ def whole(step):
     """Dtype, shape and bytes of every tensor that is saved."""
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in checkpoint.tensors(step).items()}
     return {n: (str(t.dtype), t.shape, raw(t)) for n, t in state.items()}
+
+
+def hashes(step: Path) -> dict[str, str]:
+    """Of dtype, shape and bytes of every tensor of a saved step, read by torch's own reader."""
+    saved = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
+    state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved.items()}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=True)
+    return {name: hashlib.blake2b(f"{t.dtype} {t.shape}".encode() + t.reshape(-1).view(torch.uint8).numpy().tobytes(),
+                                  digest_size=16).hexdigest() for name, t in state.items()}  # fmt: skip
+
+
+def logged_losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of all that the runs of `folder`/rows.jsonl logged, steps that were done again among them."""
+    found = []
+    for file in folder.glob("rows.steps/*.jsonl"):
+        for line in file.read_text().splitlines():
+            with suppress(ValueError):  # the line that a kill cut short
+                row = json.loads(line)
+                found.append((row["step"], row["loss"]))
+    return found

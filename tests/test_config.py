@@ -11,15 +11,13 @@ import dataclasses
 import re
 import shlex
 import socket
-import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from fixtures import outcome
-from running import TINY, TORCHRUN, fails, python, ran, resolved
+from running import TINY, TORCHRUN, fails, python, resolved
 
 from trainer import config as flags
 from trainer.config import Output, System, Training
@@ -68,35 +66,6 @@ def test_every_flag_has_a_text_and_a_default_in_the_help(name, help_entries):
     text = re.search(rf'^    {name}: .*\n    """([^"]+)"""', source, re.MULTILINE)[1]  # the docstring of the field
     assert len(text) > 10 and " ".join(text.split()) in entry, entry
     assert "(default" in entry, f"no default: {entry}"
-
-
-@pytest.mark.parametrize(("name", "often"), [
-    ("main.py", "depth width seqlen batch effective-batch data steps lr remat save"),
-    ("finetune.py", "model data export seqlen batch effective-batch epochs lr remat save"),
-])  # fmt: skip
-def test_help_begins_with_an_example_and_the_ten_flags_that_most_runs_give(name, often):
-    text = ran(sys.executable, name, "--help").out
-    begin = text.partition("╭")[0]
-    assert f"    python {name}" in begin and f"torchrun --nproc-per-node 8 {name} " in begin
-    listed = begin.partition("most runs give:")[2]
-    assert re.findall(r"--([a-z-]+)", listed) == often.split()
-    groups = re.findall(r"╭─ (\w+) options ─+╮\n│ ([^│]*?) +│", text)
-    assert groups == [("training", "May change the loss."), ("system", groups[1][1]), ("output", groups[2][1])]
-    assert groups[1][1].startswith("Must not change the loss")
-
-
-@pytest.mark.parametrize("program", ["main.py", "finetune.py", "plan.py"])
-def test_no_line_of_a_help_text_ends_early(program):
-    """A line break of the source, which tyro would print, leaves a lone word on a line."""
-    lines = ran(sys.executable, program, "--help", COLUMNS="100").out.splitlines()
-    texts = [line[1:-1].rstrip() for line in lines if line.startswith("│")]
-    continued = 0
-    for line, following in pairwise(texts):
-        has_text = line.startswith("   ") or re.search(r"\S  +\S", line)  # beside, or below, the flag
-        if has_text and following.startswith("   "):
-            continued += 1
-            assert len(f"{line} {following.split()[0]}") > 96, f"{line}\n{following}"
-    assert continued > 10
 
 
 def test_defaults_by_device_are_those_of_the_help(help_entries):
@@ -259,29 +228,11 @@ def test_a_bad_command_line_is_one_message_before_any_process_group_exists(case,
     assert done.out == ""
 
 
-def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
-    # forms of --data: below
-    free = {"data", "results", "verbose", "debug", "resume", "cast", "reshard", "cuda_graph", "deterministic", "force"}
-    free |= {"keep_last", "keep_best", "save_async", "report", "remat_core", "remat_norm", "explain_memory"}
-    free |= {"wandb_group", "wandb_tags"}
-    assert {name for names in VALUES for name in names.split()} == {flag(name) for name in FIELDS.keys() - free}
-    needy = {said.partition(":")[0].split()[0] for said in REFUSED.values() if ": needs --" in said}
-    assert {flag(name) for name in flags.BESIDE} - needy == {"--remat-norm"}  # it is on, and off as --no-remat-norm
-
-
 @pytest.mark.parametrize("argv", ["--depth 0", "--depth x", "--no-such-thing", "--mode zero3", "--depth"])
 def test_a_bad_command_line_is_not_repeated_by_other_ranks(argv, capfd, monkeypatch):
     monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
     done = outcome(capfd, lambda: flags.parse(argv.split(), rank=1))
     assert (done.code, done.out, done.err) == (2, "", "")
-
-
-@pytest.mark.parametrize("argv", ["--dpeth 3", "--depth 0", "--width 100 --device cpu", "--data text:absent"])
-def test_a_bad_command_line_is_answered_before_torch_is_imported(argv):
-    done = python(*argv.split())
-    fails(done, 3 if "absent" in argv else 2, argv.split()[0] if "absent" not in argv else "absent")
-    assert done.out == ""
-    assert "torch" not in done.imports
 
 
 def test_the_limits_themselves_are_allowed():

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-import soak
 from forked import Job
 from running import rows_of
-from saved import state_of
+from saved import logged_losses, state_of
 from two_hosts import AHEAD_S, missing, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -185,7 +184,7 @@ def test_a_host_that_dies_and_comes_back_leaves_the_losses_of_the_undisturbed_ru
     assert ends(pair) == [(0, set()), (0, set())], tails(pair)
     begun = [int(step) for step in re.findall("resuming after step ([0-9]+)", pair[0].said())]
     assert len(begun) == 2 and 10 <= begun[0] < begun[1] < 150, pair[0].said()[-3000:]
-    expected, found = dict(soak.losses(one)), soak.losses(pair[0].folder)  # steps that were done twice, too
+    expected, found = dict(logged_losses(one)), logged_losses(pair[0].folder)  # steps that were done twice, too
     off = max(abs(loss / expected[step] - 1) for step, loss in found)
     print(f"2 ranks, 1 from step {begun[0]} on, 2 from {begun[1]}: losses within {off:.1e} of the undisturbed run")
     assert dict(found).keys() == expected.keys()

@@ -90,34 +90,6 @@ def place(name):
     return None
 
 
-def functions(name, top=False):
-    """(qualified name, node) of the functions of a module; top: only those that are in no function or private class."""
-    found = []
-
-    def walk(node, prefix):
-        for child in ast.iter_child_nodes(node):
-            inner = prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append((prefix + child.name, child))
-                inner += f"{child.name}."
-                if top:
-                    continue
-            elif isinstance(child, ast.ClassDef):
-                inner += f"{child.name}."
-                if top and child.name.startswith("_"):
-                    continue
-            walk(child, inner)
-
-    walk(TREES[name], "")
-    return found
-
-
-@pytest.mark.parametrize("name", COPIED)
-def test_a_file_to_copy_has_lines_that_formatters_of_other_repositories_leave_alone(name):
-    long = [number for number, line in enumerate(SOURCES[name].split("\n"), 1) if len(line) > 88]
-    assert not long, f"{name}: lines of more than 88 columns: {long}"
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downwards(name):
     """So nothing outside of the lab imports it, but for the programs on the floor above."""
@@ -159,16 +131,6 @@ def test_a_file_to_be_copied_imports_torch_and_the_standard_library_alone(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_imports_a_program(name):
     assert not imported(name) & set(PROGRAMS)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_public_function_of_more_than_twelve_lines_has_a_docstring(name):
-    bare = []
-    for title, node in functions(name, top=True):
-        lines = node.end_lineno - node.body[0].lineno + 1
-        if not node.name.startswith("_") and lines > 12 and ast.get_docstring(node) is None:
-            bare.append(f"{title} ({lines} lines, line {node.lineno})")
-    assert not bare, f"{name}: no docstring in {', '.join(bare)}"
 
 
 def _works(node):

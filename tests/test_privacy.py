@@ -1,5 +1,6 @@
 """Who ran it, where, and from which remote is in nothing that a run leaves: neither in its rows, nor in an offline W&B
-run, nor in a trace. The names are planted, and short: host, user and home, a git remote, absolute paths below the home.
+run, a trace or a checkpoint; nor are keys of the environment, which it does not print. The names are planted, and
+short: host, user and home, a git remote, absolute paths below the home.
 
     pytest tests/test_privacy.py        # about 15 s; one process, no network
 """
@@ -19,6 +20,7 @@ from test_sinks import records
 HOST = "Zq"
 USER = "Qxj"
 REMOTE = "Wk9-remote"
+SECRET = "sesame"
 RUN = """
 import socket, sys
 if sys.argv[1]:
@@ -43,14 +45,17 @@ def left(tmp_path_factory):
     apart = ["unshare", "--map-root-user", "--uts"]
     planted = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
     env = dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
+    env |= dict.fromkeys("WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY".split(), SECRET * 8)
     argv = [*TINY, "--results", f"{where}/out/rows.jsonl", "--profile", f"{where}/traces", "--wandb", "offline"]
-    argv += ["--data", f"text:{home}/data.txt", "--log-every", "1"]
+    # A checkpoint has the data as it was typed; where it is saved does not need to be typed so.
+    argv += ["--data", "text:../data.txt", "--log-every", "1", "--save", f"{where}/saved", "-vv"]
     command = [*apart * planted, sys.executable, "-c", RUN, HOST * planted, *argv]
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
             patch.delenv(name)
         done = ran(*command, cwd=where, **env)
     assert done.code == 0 and "warning: " not in done.err, done.err
+    assert SECRET not in done.out + done.err
     found = {}
     for path in where.rglob("*"):
         name = str(path.relative_to(where))
@@ -63,17 +68,17 @@ def left(tmp_path_factory):
     return HOST if planted else os.uname().nodename, found
 
 
-def test_a_run_leaves_rows_steps_a_wandb_run_and_a_trace(left):
+def test_a_run_leaves_rows_steps_a_wandb_run_a_trace_and_a_checkpoint(left):
     ends = {name.rpartition(".")[2] for name in left[1]}
-    assert {"jsonl", "wandb", "gz", "wandb, decoded"} <= ends
+    assert {"jsonl", "wandb", "gz", "wandb, decoded", "distcp", "metadata"} <= ends
     (trace,) = (content for name, content in left[1].items() if name.endswith(".gz"))
     assert b"ProfilerStep" in trace or b"aten::" in trace
     (record,) = (content for name, content in left[1].items() if name.endswith("decoded"))
     assert b'"text:data.txt\\"' in record  # of a path what it names, not where that is
 
 
-@pytest.mark.parametrize("who", ["host", "user", "remote"])
-def test_nothing_in_it_names_host_user_or_remote(left, who):
-    word = dict(host=left[0], user=USER, remote=REMOTE)[who].encode()
-    told = re.compile(rb"(?<![A-Za-z0-9])%b(?![A-Za-z0-9])" % re.escape(word))
+@pytest.mark.parametrize("who", ["host", "user", "remote", "secret"])
+def test_nothing_in_it_names_host_user_remote_or_secret(left, who):
+    word = dict(host=left[0], user=USER, remote=REMOTE, secret=SECRET)[who].encode()
+    told = re.compile(word if who == "secret" else rb"(?<![A-Za-z0-9])%b(?![A-Za-z0-9])" % re.escape(word))
     assert not [name for name, content in left[1].items() if told.search(name.encode() + b"\n" + content)]

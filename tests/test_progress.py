@@ -16,7 +16,7 @@ from running import ROOT, TINY, TORCHRUN, python, ran, resolved
 
 from trainer import checks, summary
 from trainer.distributed import terminal
-from trainer.distributed.terminal import Progress, did_you_mean, tell
+from trainer.distributed.terminal import Progress, tell
 from trainer.summary import doing, notes
 
 STUB = """raise SystemExit("torch is being imported")\n"""
@@ -72,6 +72,7 @@ def test_other_ranks_say_nothing(stub):
 
 @pytest.mark.parametrize(("argv", "code", "says"), [
     ("--device cpu --width 100", 2, "--width 100: must be a multiple of --head-dim 32"),
+    ("--dpeth 3", 2, "Unrecognized options: --dpeth"),
     ("--data text:empty.txt", 3, "empty.txt, byte 0: expected text, found 0 bytes in 1 file"),
     ("--data text:short.txt --seqlen 16", 3, "token 16: expected at least 17 tokens"),
     ("--data bin:odd.bin", 3, "odd.bin, byte 2: expected an even number of bytes"),
@@ -85,7 +86,8 @@ def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(argv, co
         (tmp_path / f"{name}.txt").write_bytes(bytes(size))
     (tmp_path / "odd.bin").write_bytes(bytes(3))
     done = python(*argv.split(), env=stub, trace=False)
-    assert done.code == code and done.out == "" and done.err.startswith("error: ") and says in done.err, done.err
+    assert done.code == code and done.out == "" and says in done.err, done.err
+    assert done.err.startswith("error: ") or "dpeth" in says, done.err  # tyro's message is in a frame
 
 
 def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_forced(monkeypatch):
@@ -213,12 +215,6 @@ def test_flags_that_do_less_than_they_say_are_noted():
         "note: --warmup 50 is not below --steps 10: the learning rate ends at 0.2"
     ]
     assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
-
-
-def test_what_may_have_been_meant():
-    assert did_you_mean("--mdoe", ["--mode", "--depth"]) == "; did you mean --mode?"
-    assert did_you_mean("dtype", ["adam_dtype", "lr"]) == "; did you mean adam_dtype?"
-    assert did_you_mean("x", ["y"]) == did_you_mean("", ["y"]) == ""
 
 
 def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):

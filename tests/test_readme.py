@@ -4,16 +4,13 @@
 """
 
 import ast
-import functools
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from documented import commands
-from running import ROOT, module, ran, rows_of
+from running import ROOT, ran, rows_of
 
 README = (ROOT / "README.md").read_text()
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
@@ -21,12 +18,8 @@ FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGES["docs/faults.md"], re.
 PROMISED = range(1, 84)
 NOT_OURS = {"my_file.py", "out.pt", "front.png", "chat.jsonl", "config.json", "tokenizer.json",  # of the reader
             "adapter_config.json", "state.json", "a.jsonl", "b.jsonl"}  # fmt: skip
-TORCHRUN = {"--nproc-per-node", "--max-restarts", "--standalone", "--nnodes"}
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 FILE = re.compile(r"(?<![\w/.*-])[\w.-][\w./-]*\.(?:py|md|sh|jsonl|txt|csv|toml|json|png|svg)\b(?!\w)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-
-
 def sections(page):
     """The text of a page, cut before each heading."""
     apart = re.split(r"^(?=##? )", re.sub(r"```.*?```", lambda m: m[0].replace("\n#", "\n #"), PAGES[page], flags=re.S),
@@ -40,40 +33,10 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@functools.cache
-def flags_of_main(program="main.py"):
-    return set(FLAG.findall(module(program.removesuffix(".py").replace("/", "."), "--help").out))
-
-
 def source(module):
     """The file that `python -m MODULE` runs."""
     path = module.replace(".", "/")
     return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
-
-
-def flags_of_tools(text):
-    """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
-    files = {source(each) for each in re.findall(r"(?:trainer|lab)(?:\.\w+)+", text)}
-    files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "lab/benchmarks/peaks.py"}
-    if "studies" in text:
-        files |= {"lab/studies/study.py", "lab/studies/__main__.py"}
-    if "launch.sh" in text:
-        files |= {"launch.sh", "lab/sweeps/sweep.py", "lab/sweeps/slurm.py"}
-    found = TORCHRUN if "torchrun" in text else set()
-    return found.union(*(FLAG.findall((ROOT / file).read_text()) for file in files if (ROOT / file).is_file()))
-
-
-def test_the_list_of_files_names_every_source_file_in_the_row_of_its_place():
-    rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", PAGES["docs/files.md"], re.MULTILINE))
-    tracked = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "*.py", "*.sh"], text=True).split()
-    sources = {Path(path) for path in tracked if not path.endswith("__init__.py")}
-    sources = {path for path in sources if "tests" not in path.parts and not path.read_text().startswith('"""Moved')}
-    own = {path for path in sources if f"`{path}`" in rows}
-    assert not [path for path in sources - own if f"`{path.stem}`" not in rows.get(f"`{path.parent}/`", "")]
-    assert all((ROOT / name).exists() for names in rows for name in re.findall(r"`([^`]+)`", names))
-    places = {f"`{path.parent}/`" if path.parent != Path(".") else f"`{path}`" for path in sources}
-    table = README.partition("## What is where")[2].partition("\n## ")[0]
-    assert not [place for place in places - {"`launch.sh`"} if place not in table]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -100,19 +63,6 @@ def test_files_and_modules_that_are_named_exist(page):
             assert (ROOT / source(name)).is_file(), (page, name)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_section(page):
-    for part in sections(page):
-        found = {flag for code in CODE.findall(part) for flag in FLAG.findall(code)}
-        found |= {flag for mark in re.findall(r"<!-- .+ -->", part) for flag in FLAG.findall(mark)}
-        others = {name for name in ("plan.py", "finetune.py", "lab/fit.py") if name in part}
-        others |= {"lab/fit.py"} if "launch.sh fit" in part else set()
-        pages = {"plan.py": ["docs/PLANNER.md"], "finetune.py": ["docs/finetuning.md", "docs/faults.md"]}
-        others |= {name for name, own in pages.items() if page in own}
-        known = flags_of_main().union(*map(flags_of_main, others), flags_of_tools(part))
-        assert not found - known, (page, part.partition("\n")[0])
-
-
 def refused(*commands):
     """What programs say of these commands, by default of all that docs name, without running them."""
     done = ran(sys.executable, "tests/documented.py", *commands, timeout=600)
@@ -130,16 +80,6 @@ def test_commands_behind_a_block_of_another_language_are_among_them():
     found = {command for page, command in commands() if page in ("README.md", "lab/README.md", "docs/commands.md")}
     assert {"./launch.sh run --compile none --depth 1", "python plan.py --best --gpus 8",
             "./launch.sh sweep depth --slurm --gpus-per-node 8"} <= found  # fmt: skip
-
-
-def test_a_command_that_its_program_would_refuse_is_found():
-    wrong = ["python main.py --compile fwdbwb", "torchrun --nproc-per-node 2 finetune.py --model DIR",
-             "python plan.py --gpus x", "./launch.sh sweep depth --seeds 1", "./launch.sh run --width 100",
-             "./launch.sh --dept 3",
-             "python -m lab.report --last x", "python -m lab.benchmarks.wrappers simple:none -- --steps x",
-             "./launch.sh nodes --width x", "./launch.sh slurm --depth x", "./launch.sh fit --model DIR --world x",
-             "python -m trainer.checkpoint.export runs/a --cast x"]  # fmt: skip
-    assert [line.split("\t")[1] for line in refused(*wrong)] == wrong
 
 
 def test_the_picture_is_of_the_committed_rows(tmp_path):

@@ -316,31 +316,6 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     assert "sesame" not in done.out + done.err
 
 
-TABLES = """
-from pathlib import Path
-from trainer.logging import log_tables
-rows = [{"cell": "--depth 2", "ms": 1.5, "loss": float("nan"), "flags": {"depth": 2, "hf_token": "sesame-1"}},
-        {"cell": "--depth 4", "outcome": "OOM bwd", "ms": "slow", "api_key": "sesame-2"}]
-log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "a group", ["tag"])
-"""
-
-
-def test_wandb_tables_hold_every_row_and_no_secret(tmp_path):
-    pytest.importorskip("wandb")
-    done = python(TABLES, tmp_path, WANDB_SILENT="true", SWEEP_NAME="a cell's")
-    assert "warning: " not in done.err, done.err
-    ((run, _),) = logged(tmp_path / "out" / "wandb")
-    assert (run.display_name, run.run_group, run.job_type, [*run.tags]) == ("a group", "a group", "table", ["tag"])
-    row = ["--depth 2", 1.5, "nan", '{"depth": 2}']
-    assert tables(tmp_path / "out" / "wandb") == [
-        ("depth", {"columns": ["cell", "ms", "loss", "flags", "outcome"],
-                   "data": [row + [None], ["--depth 4", "slow", None, None, "OOM bwd"]]}),
-        ("width", {"columns": ["cell", "ms", "loss", "flags"], "data": [row]}),
-    ]  # fmt: skip
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
-    assert not (tmp_path / "out" / "rows.jsonl").exists()  # the rows are there already
-
-
 def test_wandb_online_without_a_login_or_a_server_is_a_warning(tmp_path):
     pytest.importorskip("wandb")
     code = OFFLINE.replace('"offline"', '"online"')

@@ -27,8 +27,8 @@ OURS = ["trainer.distributed.torchrun"]
 TORCHS = ["torch.distributed.run"]
 
 
-def start(*flags, ranks=2, program=OURS, **how):
-    command = [sys.executable, "-m", *program, "--nproc-per-node", str(ranks)]
+def start(*flags, ranks=2, restarts=0, program=OURS, **how):
+    command = [sys.executable, "-m", *program, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *flags]
     how |= dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
@@ -145,7 +145,7 @@ def test_the_exit_code_is_that_of_the_rank_that_the_others_followed(codes, first
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_a_killed_rank(tmp_path):
+def test_ctrl_c_and_a_killed_rank_which_a_restart_resumes(tmp_path):
     """Ctrl-C goes to all processes of a terminal's foreground group: here to torchrun's, in which no rank is."""
     run = trains(tmp_path)
     os.killpg(run.pid, signal.SIGINT)
@@ -153,7 +153,10 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     assert run.returncode == 130 and "Traceback" not in err, err
     row, _ = read(tmp_path / "rows")
     assert row["outcome"] == "stopped: SIGINT" and row["world"] == 2 and [*(tmp_path / "run").glob("step-*")]
-    run = trains(tmp_path)  # resumes
+    run = trains(tmp_path, restarts=1)  # resumes
+    os.kill(ranks_of(run)[-1], signal.SIGKILL)
+    assert any("resuming after step " in line for line in run.stdout)  # started again
+    wait_for_step(run)
     killed = ranks_of(run)[-1]
     os.kill(killed, signal.SIGKILL)
     err = said(run)

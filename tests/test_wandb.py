@@ -5,13 +5,12 @@
 
 import io
 import itertools
-import os
 import sys
 
 import pytest
-from running import ROOT, TINY, rows_of
+from running import ROOT, rows_of
 from saved import state_of
-from test_sinks import STEP, FakeWandb, logged, warnings_of
+from test_sinks import STEP, FakeWandb, warnings_of
 
 from trainer import config, costs
 from trainer.logging import Sinks, log_tables
@@ -116,31 +115,6 @@ def test_every_value_of_the_sweep_is_a_flag_of_main():
         assert {name: getattr(c, name) for name in choices} == dict(zip(choices, values, strict=True))
     assert c.eval_every and sweep["metric"]["name"] == "eval_loss" and (ROOT / sweep["program"]).is_file()
     assert command(sweep, dict(remat_core=True, reshard=False))[-1] == "--remat_core"  # as its comment says
-
-
-@pytest.mark.slow
-def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, environ):
-    sweep = sweep_yaml()
-    module = pytest.importorskip("wandb.wandb_agent")
-    told = dict(WANDB_RUN_ID="", WANDB_SWEEP_PARAM_PATH="")  # the agent sets them
-    told |= dict(WANDB_SWEEP_ID="s1", WANDB_SILENT="true", HOME=str(tmp_path))
-    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-    environ(**told, PATH=path, OMP_NUM_THREADS="1")
-    agent = object.__new__(module.Agent)  # W&B's own, without the server that would tell it what to run
-    agent._in_jupyter = False
-    agent._function = None
-    agent._forward_signals = False
-    agent._run_processes = {}
-    agent._sweep_command = [{"--wandb=online": "--wandb=offline"}.get(word, word) for word in sweep["command"]]
-    agent._sweep_command += [*TINY, "--eval-every=3"]
-    values = dict(lr=dict(value=0.001), seed=dict(value=1))
-    agent._command_run(dict(run_id="agents", program=str(ROOT / sweep["program"]), args=values))
-    assert agent._run_processes["agents"].wait() == 0
-    ((run, steps),) = logged(tmp_path / "runs/wandb")
-    assert (run.run_id, run.sweep_id) == ("agents", "s1")
-    assert [s["step"] for s in steps if "eval_loss" in s] == [3, 6]
-    (row,) = rows_of(tmp_path / "runs/wandb-sweep.jsonl")
-    assert row["eval_loss"] == steps[-1]["eval_loss"] and row["flags"]["seed"] == 1 and row["flags"]["lr"] == 0.001
 
 
 @pytest.mark.parametrize("breaks", ["import", "setup", "init", "disabled", "define_metric", "log", "summary", "finish",

@@ -34,7 +34,7 @@ def test_bad_flags_are_one_line_of_launch_sh_which_starts_nothing(argv, message)
 @pytest.mark.parametrize("name, value, expected", [
     ("MAX_RESTARTS", "often", "a number from 0 on"), ("NPROC", "00", "a number of processes"),
     ("NPROC", "9" * 20, "a number of processes"), ("NODE_RANK", "-1", "a number from 0 on"),
-    *(("MASTER_PORT", port, "1 to 65535") for port in ("99999", "0", "65536", "65540", "x")),
+    *(("MASTER_PORT", port, "1 to 65535") for port in ("0", "65536", "x")),
 ])  # fmt: skip
 def test_a_number_in_the_environment_that_is_none_is_one_line_of_launch_sh(name, value, expected):
     env = os.environ | {"PYTHON": sys.executable, "NO_INSTALL": "1", name: value}

@@ -110,17 +110,6 @@ def test_a_line_that_names_its_ranks_takes_no_other():
         rows.entries("gpus", [row(cell, world=5)], False)
 
 
-@pytest.mark.parametrize("counted, correct, key", [
-    (26.0, 50.1, ("flex", "fully_shard", 4, 4, 4096, "both", 4)),
-    (30.5, 58.8, ("sdpa", "fully_shard", 4, 4, 4096, "both", 4)),
-    (35.3, 68.1, ("sdpa", "fully_shard", 4, 4, 4096, "none", 4)),
-])
-def test_published_mfu_is_recomputed_with_our_flops(counted, correct, key):
-    found = rows.published("mfu")[key]
-    assert round(found["mfu"], 1) == correct
-    assert found["text"]["mfu"] == f"{counted}, {correct}"
-
-
 def test_the_flops_of_the_recomputed_mfu_are_the_models():
     for depth, seqlen, grouping in ((4, 4096, 4), (8, 4096, 4), (4, 512, 4), (4, 4096, 1)):
         c = SimpleNamespace(depth=depth, width=4096, grow=4, vocab=32768, head_dim=128, grouping=grouping)
@@ -247,21 +236,6 @@ def test_settings_of_a_run_that_no_run_has_written_are_named(about, tmp_path):
     (tmp_path / "a.settings.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="a.settings.json: no run writes such settings"):
         history.parts(tmp_path / "a.jsonl")
-
-
-def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, report):
-    """So that the time grows as the rows do, not as their square."""
-    class Row(dict):
-        def __eq__(self, other):
-            raise AssertionError("two rows are compared")
-
-    read = rows.read
-    files = []
-    monkeypatch.setattr(rows, "read", lambda paths: files.extend(paths) or [Row(each) for each in read(paths)])
-    file = tmp_path / "rows.jsonl"
-    cells = [line("seqlen"), line("depth")]
-    file.write_text("".join(json.dumps(row(cells[i % 2], run=f"{i}")) + "\n" for i in range(8)))
-    assert "depth" in report(f"--results {file}") and files == [file]
 
 
 def test_what_rows_say_controls_no_terminal(tmp_path, report, refused):

@@ -263,23 +263,6 @@ def test_accounting_of_the_published_case_and_by_what_each_wrong_step_is_off():
     assert [round(b / a, 2) for a, b in zip(wrong, wrong[1:], strict=False)] == [78.97, 0.45, 1.12]
 
 
-def test_the_page_has_the_formula_of_the_threshold():
-    """a = 2 with attention. Of 2.7b links take nearly all that compute does. The published half is sharded over tp."""
-    page = " ".join((ROOT / "docs" / "STUDIES.md").read_text().split())
-    assert "B = (2 w / (Y W M_X)) / (2 w / (X Y C) - 4 a D / (X W M_Y))" in page
-    for name, a in (("xxl", 1), ("2.7b", 2)):
-        c = SimpleNamespace(**accounting.SIZES[name])
-        w, X, Y, C, W = accounting.weights(c), c.fsdp, c.tp, 1e12 * c.tflops, 1e9 * c.gb_per_s
-        compute = 2 * w / (X * Y * C)
-        moved = 4 * a * c.width / (X * W * c.tp_axes)
-        found = accounting.measure(accounting.SIZES[name])["figures"]["batch tokens"]
-        assert math.isclose(found, 2 * w / (Y * W * c.fsdp_axes) / (compute - moved))
-    assert 0.998 < moved / compute < 1
-    kept = accounting.measure(accounting.XXL)["figures"]["kept GiB per token"] / 2
-    assert round(kept / accounting.XXL["tp"], 3) == 0.002
-    assert accounting.WRONG["kept GiB per token sharded by half"].endswith("sharded over 4, not 64")
-
-
 def test_accounting_holds_at_its_threshold_and_says_where_no_batch_does():
     c = SimpleNamespace(**accounting.XXL)
     once = accounting.block(c, accounting.measure(accounting.XXL)["figures"]["batch tokens"])
