@@ -86,13 +86,6 @@ def test_an_answer_that_the_template_rewrites_later_is_learned_as_it_was_asked_f
     assert "1 split, as the template" in stream.description
 
 
-def test_what_follows_the_last_answer_is_cut_off_and_counted(batches):
-    stream = batches([dict(messages=TURNS[:3])])
-    assert learned_text(stream) == ["Four, my friend.<|im_end|>"]
-    assert "three" not in stream.preview(0, False)
-    assert "1 with messages after the last answer" in stream.description
-
-
 @pytest.mark.parametrize("pad", ["<|pad|>", "<|end|>", None])
 def test_text_and_completion_are_learned_with_one_eos_whatever_pads(batches, tokenizer, pad):
     made = tokenizer(pad=pad)
@@ -221,24 +214,16 @@ BAD = {
     "list": (b"[1, 2]", "a JSON object, found list"),
     "not utf-8": (b'{"text": "caf\xe9"}', "UTF-8, found byte 0xe9 at 13"),
     "surrogate": (b'{"text": "a \\ud800 b"}', "half of a surrogate pair"),
-    "surrogate in a message": (line(content="\ud800"), "half of a surrogate pair"),
     "other keys": (dict(conversations=[], id=1),
                    "messages, prompt and completion .*, found conversations, id; name its columns .--columns "),
-    "completion missing": (dict(prompt="a"), "found prompt"),
     "mixed": (dict(prompt="a", completion=[TURNS[1]]), "found prompt, completion"),
     "messages empty": (dict(messages=[]), "messages, a list of"),
     "roles of a template": (dict(messages=[TURNS[0], dict(role="tool", content="a"), TURNS[1]]), "no results here"),
-    "messages null": (dict(messages=None), "or text, found messages"),
     "role": (line(role="gpt"), "a role of system, .*, found 'gpt' in message 2"),
-    "no role": (dict(messages=[dict(content="a")]), "found 'None' in message 1"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
-    "content null": (line(content=None), "found empty content in message 2"),
     "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found dict in content"),
-    "part in a part": (line(content=[[dict(type="text", text="a")]]), "text parts, as content, found list in content"),
     "part with more": (line(content=[dict(text="a", alt="b")]), "text parts, as content, found dict in content in mes"),
     "number": (line(content=3), "text parts, as content, found int in content in message 2"),
-    "false": (line(content=False), "text parts, as content, found bool in content in message 2"),
-    "object": (line(content=dict(text="a")), "text parts, as content, found dict in content in message 2"),
     "key twice": (b'{"text": "a", "text": "b"}', "a JSON object, found the key 'text' twice in one object"),
     "special token": (line(content="a<|im_end|>b"), r"special tokens, found <\|im_end\|> in message 2"),
     "weight": (line(weight=0.5), r"weight 0 or 1, train true or false, found \[0.5\] in message 2"),
@@ -256,10 +241,8 @@ BAD = {
     "other arguments": (dict(messages=TURNS, chat_template_kwargs=[1]), "chat_template_kwargs, an object, found list"),
     "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\) that is learned, found none"),
     "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found UndefinedError"),
-    "no answer in the completion": (dict(prompt=TURNS, completion=TURNS[:1]), "an answer"),
     "text empty": (dict(text=""), "text to learn, found empty content"),
     "text a number": (dict(text=3), "text to learn, found int"),
-    "completion empty": (dict(prompt="a", completion=" "), "text to learn, found empty content"),
 }
 
 

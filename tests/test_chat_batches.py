@@ -125,8 +125,8 @@ def test_examples_of_one_line_that_begin_alike_share_their_beginnings_in_packed_
 # Order, ranks and what is held out
 
 
-SETTINGS = [dict(pad=pad, template=template, weights=weights) for pad in PADS for template in ("qwen2.5", "qwen3")
-            for weights in ("", ":0.7") if weights or template == "qwen3" or pad == "fixed"]  # fmt: skip
+SETTINGS = [dict(pad="fixed", template="qwen2.5", weights=""), dict(pad="longest", template="qwen3", weights=":0.7"),
+            dict(pad="pack", template="qwen3", weights=""), dict(pad="pack", template="qwen3", weights=":0.7")]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(setting.values()))

@@ -6,7 +6,6 @@
 Loading, training and exporting: tests/test_finetune.py.
 """
 
-import dataclasses
 import os
 import re
 import shutil
@@ -199,14 +198,6 @@ def test_bad_flags_are_told_in_one_message(argv, message, tune):
     refused(3 if "nowhere.jsonl" in argv else 2, message, tune(*argv.split()))
 
 
-def test_what_stands_in_the_docs_beside_the_flags_of_other_programs_are_flags_of_finetune():
-    table = (ROOT / "docs/coming_from.md").read_text().split("# Coming from TRL")[1]
-    ours = {name for line in table.splitlines() for name in re.findall(r"`--([a-z-]+)", line.rpartition(" | ")[2])}
-    groups = config.Tuning, config.System, config.Output
-    fields = {field.name for group in groups for field in dataclasses.fields(group)}
-    assert len(ours) > 15 and {name.replace("-", "_") for name in ours} <= fields | {"micro_batch"}
-
-
 def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
     done = fine(tune("--batch", 2, "--effective-batch", 16, "--epochs", 0.5))
     assert done.row["grad_accum"] == 8 and done.row["flags"]["steps"] == 2  # 64 examples
@@ -228,23 +219,6 @@ def test_a_batch_that_the_machine_has_no_memory_for_is_refused_with_one_that_fit
         fine(tune(*wide, "--force"))
     monkeypatch.setattr(checks, "available", lambda: 1 << 16)
     fine(tune("--steps", 1))  # not even one would fit: the estimate says nothing
-
-
-def test_a_preview_marks_what_is_learned(qwen, capsys):
-    c = config.parse(["--model", str(qwen), "--data", str(qwen.parent / "chat.jsonl"), "--seqlen", "48"])
-    finetune.show(c, 1)
-    shown = capsys.readouterr().out
-    assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in shown
-    assert "is cut there" not in shown
-
-
-def test_a_preview_says_if_a_token_lies_across_the_start_of_what_is_learned(qwen, tmp_path, capsys):
-    (tmp_path / "across.jsonl").write_text('{"prompt": "What is 0 pl", "completion": "us 0?"}\n')
-    finetune.show(config.parse(["--model", str(qwen), "--data", str(tmp_path / "across.jsonl")]), 1)
-    assert (
-        "What is 0 pl[[us 0?<|im_end|>]]\nthe tokenizer merges text over the start of an answer, which is cut there"
-        in capsys.readouterr().out
-    )
 
 
 MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
@@ -331,7 +305,6 @@ LARGE = dict(vocab=16000, hidden_size=768, intermediate_size=3072, num_hidden_la
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [
     "--compile fwdbwd --pad pack --remat block --remat-ratio 0.5", "--compile blocks --loss chunked",
-    "--compile blocks --lora 4",
     "--compile fwdbwd --lora 4 --remat block --remat-ratio 0.5 --loss chunked",
     "--compile fwdbwd --lora 4 --accum-sync last --grad-accum 2",
 ])  # fmt: skip
@@ -343,7 +316,7 @@ def test_compiled_steps_have_the_losses_of_eager_ones(argv, tune):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lr", "more"), [
-    ("qwen3-moe", "3e-3", {}), ("gemma3", "3e-3", dict(sliding_window=8)), ("qwen2.5", "3e-4", LARGE),
+    ("qwen3-moe", "3e-3", {}), ("gemma3", "3e-3", dict(sliding_window=8)),
 ])  # fmt: skip
 def test_two_ranks_train_packed_resume_bit_equal_and_export(kind, lr, more, tmp_path, capfd):
     folder = write_model(tmp_path / "m", kind, **more)

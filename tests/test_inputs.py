@@ -185,19 +185,7 @@ def planted(path, ids):
     return path
 
 
-def test_a_bad_id_that_only_training_meets_exits_3_with_file_and_byte_and_a_row(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "SCAN_BYTES", 10)  # as in a file of more than 64 MiB
-    path = planted(tmp_path / "a.bin", [7] * 400)
-    at = Batches(f"bin:{path}", global_batch=2, seqlen=16, vocab=256, seed=0).position(2 * 3 + 1)  # of step 4
-    planted(path, [7] * (at + 5) + [256] + [7] * (400 - at - 6))
-    done = train("--data", f"bin:{path}", "--log-every", 1)
-    fails(done, 3, f"{path}, token {at + 5} (byte {2 * (at + 5)})")
-    assert done.logged == [1, 2]
-    assert done.row["outcome"].startswith(f"failed: {path}")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("cut", [2 * 30_000, 0, None])
+@pytest.mark.parametrize(("cut", "world"), [(2 * 30_000, 1), (None, 1), (0, 2)])
 def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving(cut, world, tmp_path):
     """A mapped page that is no longer there would end every rank with SIGBUS, unsaved."""
     path = planted(tmp_path / "a.bin", [7] * 60_000)
@@ -221,8 +209,6 @@ def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_s
 CHANGES = {  # what happens to the two files between save and resume
     "the first byte": lambda a, b: planted(a, [9, *range(1, 150)]),
     "the header of the second": lambda a, b: planted(b, [*range(511), 9]),
-    "a token less": lambda a, b: os.truncate(b, 1022),
-    "another file": lambda a, b: planted(b.with_name("c.bin"), [1]),
     "a file less": lambda a, b: b.unlink(),
     "their order": lambda a, b: a.rename(b.with_name("z.bin")),
 }
@@ -239,14 +225,13 @@ def test_data_that_changed_since_the_save_exits_3(change, train, trains, tmp_pat
     assert done.row is None
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_no_rank_runs_out_before_another_whatever_the_shards(world, tmp_path):
+def test_no_rank_runs_out_before_another_whatever_the_shards(tmp_path):
     """Files of which one is shorter than a sample, over four epochs that no number of steps fills."""
     for name, ids in (("a", range(3)), ("b", range(3, 203)), ("c", range(203, 253))):
         planted(tmp_path / f"{name}.bin", ids)
     how = dict(global_batch=4, seqlen=8, vocab=257, seed=0)
     whole, *ranks = (Batches(f"bin:{tmp_path}/?.bin", **how, **more)
-                     for more in ({}, *(dict(rank=rank, world=world) for rank in range(world))))  # fmt: skip
+                     for more in ({}, *(dict(rank=rank, world=2) for rank in range(2))))  # fmt: skip
     assert whole.epoch_samples == 30
     for step in range(31):
         batch = torch.cat([next(rank)[0] for rank in ranks])

@@ -19,11 +19,8 @@ from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 
 pytestmark = pytest.mark.usefixtures("isolated")
-EVERYDAY = {"an item in the background": [], "manifest": [], "rename": [], "removal": [2, 4]}  # steps that are there
-ALL = EVERYDAY | {
-    "first item": [], "an item": [], "train state": [], "after rename": [2], "second save": [2],
-    "half a removal": [4],
-}  # fmt: skip
+EVERYDAY = {"an item in the background": [], "manifest": [], "rename": [], "after rename": [2], "removal": [2, 4]}
+ALL = EVERYDAY | {"first item": [], "an item": [], "train state": [], "second save": [2], "half a removal": [4]}
 SCRIPT = str(Path(killed.__file__))
 
 
@@ -33,7 +30,7 @@ def started(*command):
 
 @pytest.mark.parametrize("moments", [EVERYDAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["everyday", "all"])
 def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goes_on(moments, trains, tmp_path):
-    told = started(SCRIPT, str(tmp_path), *moments)
+    told = started(SCRIPT, str(tmp_path), *moments)  # steps: that are there then
     trains("--save", tmp_path / "straight")
     for moment, steps in moments.items():
         folder = tmp_path / moment

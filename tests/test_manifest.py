@@ -7,7 +7,6 @@ import copy
 import errno
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -26,7 +25,6 @@ from saved import contents, state_of, steps_in
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    TensorStorageMetadata,
 )
 
 from trainer.checkpoint import load as checkpoint
@@ -286,36 +284,6 @@ def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, al
         except CheckpointError as error:
             refused += isinstance(error, Damaged)
     assert 150 < refused
-
-
-def test_chunks_are_whole_where_every_element_is_in_one_of_them():
-    """All ways to cut small shapes along a dimension, and chunks at random."""
-    rng = random.Random(0)
-    outcomes = set()
-    for shape in ((), (0,), (5,), (3, 2), (2, 3, 4)):
-        for d, parts in itertools.product(range(len(shape)), (1, 2, 3)):
-            pieces = torch.arange(math.prod(shape)).view(shape).tensor_split(parts, d)
-            starts = [sum(piece.shape[d] for piece in pieces[:i]) for i in range(parts)]
-            cut = [(tuple(start * (i == d) for i in range(len(shape))), piece.shape)
-                   for start, piece in zip(starts, pieces, strict=True)]  # fmt: skip
-            assert checkpoint._is_covered(tensor_of(shape, rng.sample(cut, parts))), (shape, cut)
-        for _ in range(300):
-            drawn = [tuple(rng.randint(0, n) for n in shape) for _ in range(6)]
-            count = torch.zeros(shape)
-            chunks = [*zip(drawn[:3], drawn[3:], strict=True)][: rng.randint(0, 3)]
-            for offsets, sizes in chunks:
-                count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-            inside = all(o + n <= most for each in chunks if 0 not in each[1]
-                         for o, n, most in zip(*each, shape, strict=True))  # fmt: skip
-            covered = checkpoint._is_covered(tensor_of(shape, chunks))
-            assert not covered or inside and bool((count == 1).all()), (shape, chunks)
-            outcomes.add(covered)
-    assert outcomes == {True, False}
-
-
-def tensor_of(shape, chunks):
-    made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
-    return TensorStorageMetadata(None, torch.Size(shape), made)
 
 
 def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):

@@ -261,11 +261,6 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
 
 
-def test_a_fault_planted_in_the_last_save_in_the_background_happens(train):
-    fails(train("--save", "run", "--save-async", fault="0:6:commit:enospc"), 4, "No space left on device")
-    assert steps_in("run") == []
-
-
 @on_gpu
 @pytest.mark.parametrize("wrapper", ["simple", "fsdp2"])
 def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, trains, tmp_path, monkeypatch):
