@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import ONE_GRAPH
 from running import TINY, resolved
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,7 @@ from trainer.finetuning.model import HuggingFaceModel
 from trainer.measuring import flops
 from trainer.optimizer import AdamW
 from trainer.parallelize import build
-from trainer.step import COMPILE_MODES, make_step
+from trainer.step import make_step
 
 pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
@@ -46,9 +47,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
 
 
-def modes(*quick):
-    """Every compile mode; the others than `quick` are slow tests."""
-    return [mode if mode in quick else pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILE_MODES]
+STEP = pytest.param("step", marks=[ONE_GRAPH, pytest.mark.slow])
 
 
 def as_in_eager(train, compile, *words):
@@ -60,7 +59,7 @@ def as_in_eager(train, compile, *words):
     return runs
 
 
-@pytest.mark.parametrize("compile", modes("fwdbwd"))
+@pytest.mark.parametrize("compile", ["fwdbwd", STEP])
 def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
     steps, _ = as_in_eager(train, compile, "--block", "llama", "--depth", 2)
     assert steps.row["flags"]["block"] == "llama"
@@ -127,7 +126,7 @@ def whole(t):
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
-@pytest.mark.parametrize("compile", modes("none", "blocks"))
+@pytest.mark.parametrize("compile", ["none", "blocks", STEP])
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_a_hugging_face_model_trains_as_by_hand(compile, loss, graphs, alone):
     chunk = ["--loss-chunk", "8"] if loss == "chunked" else []

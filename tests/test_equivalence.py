@@ -5,7 +5,7 @@ in a few of: number of ranks, --mode, --compile, --attn, --remat, --mlp, --loss,
 Compiled cells have all of overlap.py's options; a graph break or recompile is an error. Those of backend="inductor",
 all of them slow tests, are compiled as the trainer does; the others run the graphs that Inductor's passes, ours
 included, leave, without its slow code generation. What compiles slowly is one block deep, the rest has two blocks.
-`pytest -s` prints the table. The slow test has more combinations, deeper compiled cells, and takes 20 steps.
+`pytest -s` prints the table. The slow test has more combinations, deeper compiled cells, and takes 10 steps.
 Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
@@ -28,7 +28,7 @@ GLOBAL_BATCH = 8
 SEQLEN = 32
 TOLERANCE = 2e-6
 NORM_TOLERANCE = 1e-5
-FEW, MANY = 4, 20  # steps
+FEW, MANY = 4, 10  # steps
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
 EAGER = dict(compile="none")
 SHALLOW = dict(depth=1)
@@ -46,19 +46,17 @@ CELLS = {
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both"), dict(compile="fwdbwd")],
-    2: [EAGER, dict(EAGER, attn="flex", remat="block"),
-        dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
+    2: [dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
         dict(compile="blocks", remat="both", backend="inductor"),
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
         dict(EAGER, accum=2, sync="last", mode="replicate"),
         dict(compile="fwdbwd", accum=2, mode="replicate"),
-        dict(compile="fwdbwd", depth=3, accum=2, sync="last"), dict(compile="fwdbwd", depth=4, ahead=2),
+        dict(compile="fwdbwd", depth=4, ahead=2),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="model", backend="inductor"), dict(compile="fwdbwd", block="llama", backend="inductor"),
         dict(compile="step", remat="both", backend="inductor")],
-    4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
+    4: [dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
         dict(compile="fwdbwd", mode="hybrid_shard", accum=2, sync="shards", remat="both"),
-        dict(EAGER, mode="replicate"),
         dict(compile="step", mode="hybrid_shard"),
         dict(compile="blocks", depth=3, mode="hybrid_shard", loss="chunked"),
         dict(compile="fwdbwd", depth=4, mode="hybrid_shard", ahead=3),
@@ -184,8 +182,7 @@ def test_one_graph_is_refused_in_one_line_on_a_torch_that_cannot(monkeypatch):
         check_mode("step")
 
 
-@pytest.mark.parametrize("mode", ["blocks", pytest.param("model", marks=pytest.mark.slow)])
-def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
+def test_compiled_frames_do_not_grow_with_depth(monkeypatch):
     """3 and 12 blocks: the same number of frames, no graph break (fullgraph), no recompile."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **kw: real(f, backend="eager", **kw))
@@ -200,7 +197,7 @@ def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
             with torch._dynamo.config.patch(error_on_recompile=True):
                 model = Transformer(ModelConfig(depth=depth, width=16, head_dim=8, grouping=1, vocab=256))
                 data_parallel(model, mesh)
-                step = make_step(mode, model, AdamW(model.parameters(), 1e-3), mesh=mesh)
+                step = make_step("blocks", model, AdamW(model.parameters(), 1e-3), mesh=mesh)
                 for _ in range(3):
                     step(torch.randint(256, (2, 8)), torch.randint(256, (2, 8)))
             counters = torch._dynamo.utils.counters
@@ -209,4 +206,4 @@ def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
-    assert frames[0][1] == 1 + (mode == "blocks") and len(set(frames)) == 1, frames  # a block, and the loss
+    assert frames[0][1] == 2 and len(set(frames)) == 1, frames  # a block, and the loss

@@ -16,11 +16,6 @@ without = not find_spec("transformers")
 needs_transformers = pytest.mark.skipif(without, reason="needs transformers: pip install -e '.[hf]'")
 
 
-@pytest.mark.parametrize(("script", "lines"), [(TRAINER, 80), (OWN_LOOP, 115)], ids=["trainer", "own loop"])
-def test_the_script_is_short(script, lines):
-    assert len(script.read_text().splitlines()) <= lines
-
-
 def on_two_ranks(script, *argv, cwd=None, alone=False):
     """What it prints, once it has ended well. alone: as `python SCRIPT`, without torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]

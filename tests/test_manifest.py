@@ -197,7 +197,7 @@ def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_
     batches = SimpleNamespace(global_batch=2, **about["data"])
     accepted = set()
     cases = [(within, name, odd) for within in ("", "training", "data", "model", "tensors")
-             for name in (about[within] if within else about) for odd in ODD]  # fmt: skip
+             for name in [*(about[within] if within else about)][: 4 if within == "tensors" else None] for odd in ODD]
     for within, name, odd in cases:
         changed = copy.deepcopy(about)
         holder = changed[within] if within else changed

@@ -332,7 +332,7 @@ CHECKS = {
     2: [equal_eager, equal_compiled, equal_replicate_eager, equal_replicate_compiled, equal_no_reshard_eager,
         equal_no_reshard_compiled, fsdp2_bitwise, gradients, complex_weights, from_rank_0, checkpoints, copies,
         initial],
-    3: [equal_eager, equal_compiled, equal_min_bytes_eager, initial, orthogonal, inductor],
+    3: [equal_eager, equal_compiled, equal_min_bytes_eager, initial, orthogonal],
     4: [equal_hybrid_eager, equal_hybrid_compiled, replicas_once, initial, inductor],
 }  # fmt: skip
 
@@ -385,9 +385,8 @@ def test_training_is_bitwise_that_of_fully_shard_over_20_steps(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [3, 4])
-def test_training_under_inductor_equals_eager(ranks, world):
-    assert max(ranks(world)["inductor"]) < 2e-6  # fused kernels round in another order
+def test_training_under_inductor_equals_eager(ranks):
+    assert max(ranks(4)["inductor"]) < 2e-6  # fused kernels round in another order
 
 
 # ------------------------------------------------------------ those of the eight properties that need real ranks

@@ -109,10 +109,11 @@ def command(sweep, values):
 def test_every_value_of_the_sweep_is_a_flag_of_main():
     sweep = sweep_yaml()
     choices = {name: each.get("values") or [each["min"], each["max"]] for name, each in sweep["parameters"].items()}
-    for values in itertools.product(*choices.values()):
-        words = command(sweep, dict(zip(choices, values, strict=True)))
+    for i in range(max(map(len, choices.values()))):  # each value of each parameter once, not with each of the others
+        values = {name: each[i % len(each)] for name, each in choices.items()}
+        words = command(sweep, values)
         c = config.parse(words[words.index(sweep["program"]) + 1 :])
-        assert {name: getattr(c, name) for name in choices} == dict(zip(choices, values, strict=True))
+        assert {name: getattr(c, name) for name in choices} == values
     assert c.eval_every and sweep["metric"]["name"] == "eval_loss" and (ROOT / sweep["program"]).is_file()
     assert command(sweep, dict(remat_core=True, reshard=False))[-1] == "--remat_core"  # as its comment says
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT, module, resolved
+from running import ROOT, resolved
 from tiny_hf import write_model
 
 from lab import fit
@@ -241,8 +241,3 @@ def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_i
 def test_the_peak_of_a_run_is_also_that_of_its_start():
     assert fit.peak_of(dict(peak_alloc_mib=5.0, first_step_peak_mib=9.0)) == 9.0 == fit.peak_of(dict(peak_rss_mib=9.0))
     assert fit.peak_of(dict(outcome="OOM fwd")) is None
-
-
-def test_help_names_one_default_of_the_limit():
-    entry = module("lab.fit", "--help").out.partition("│ --memory-mib")[2].partition("│ --gpu")[0]
-    assert entry.count("(default: ") == 1 and "as plan.py reserves it)" in " ".join(entry.replace("│", " ").split())

@@ -94,13 +94,6 @@ def test_phases_have_every_warm_up_and_stand_beside_the_published_rows():
     assert theirs["medium", "fp32", False].count("(") == 3
 
 
-def test_the_published_2_7b_row_is_not_of_the_precision_of_xl():
-    """It does 1.7 times the work of xl in 0.6 of its time."""
-    work = {name: costs.flops_per_token(config_of(name), 128) for name in ("xl", "2.7b")}
-    seconds = {line["size"]: float(line["fwd_mean_s"]) for line in study.published("phases_h100")}
-    assert round(work["2.7b"] / work["xl"], 1) == 1.7 and round(seconds["2.7b"] / seconds["xl"], 1) == 0.6
-
-
 @pytest.mark.parametrize("context, moment", [(8, "bwd, aten::embedding_backward"), (64, "bwd, aten::_log_softmax")])
 def test_memory_names_the_moment_of_the_peak(context, moment, isolated, one_thread, tmp_path):
     """Of few tokens that of the last gradient: with states 16 bytes a parameter. Of many that of the logits."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import spawn
 from running import rows_of
 
-from lab.studies import accounting, ddp, study, zero1
+from lab.studies import ddp, zero1
 from model import ModelConfig, Transformer
 from trainer.costs import link
 from trainer.distributed import simulated_world
@@ -270,11 +270,3 @@ def test_a_timed_step_notes_nothing_and_every_optimizer_is_fused(isolated, way):
     row = dict(study="zero1", commit="a", torch="b", device="c", outcome="ok", step_ms=1.0, peak_rss_mib=9.0, sent={})
     lines = zero1.table([row | dict(moments=moments, setting=dict(ranks=2, way=way) | DIMS)])[1].splitlines()
     assert (lines[-1].split(" | ")[3].strip() == "") == (way == "fully_shard")
-
-
-def test_the_published_saving_is_more_than_the_states_that_were_sharded():
-    xl = dict(width=1600, mlp_width=6400, blocks=48, matrices=3, attention=True, vocab=10000)
-    parameters = accounting.measure(accounting.XXL | xl)["figures"]["parameters"]
-    whole, part = (sum(zero1.arithmetic(way, parameters, 2)) for way in ("whole", "sharded"))
-    gb = {p["optimizer_state"]: float(p["peak_gb"]) for p in study.published("zero1")}
-    assert round((whole - part) / 1e9, 1) == 8.0 and gb["replicated"] - gb["sharded"] == 13
