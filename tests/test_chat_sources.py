@@ -25,7 +25,7 @@ import pyarrow.parquet
 from tiny_hf import lines, write_data
 
 from trainer.finetuning.chat import ChatBatches
-from trainer.finetuning.columns import Columns, parsed
+from trainer.finetuning.columns import Columns
 from trainer.finetuning.messages import BadLine
 from trainer.finetuning.sources import check_files, records, weighted
 
@@ -258,22 +258,3 @@ def test_what_has_other_columns_is_a_bad_line(form, columns, line, expected, fou
     with pytest.raises(BadLine) as error:
         Columns(form, columns).read(line)
     assert expected in error.value.args[0] and found in error.value.args[1]
-
-
-def test_a_run_says_what_it_recognised_and_trains_on_the_same(tune, tmp_path):
-    rows = lines(40)
-    alike = {
-        "a": [dict(conversations=[{"from": who, "value": turn["content"]} for who, turn in
-                                  zip(("human", "gpt"), row["messages"], strict=True)]) for row in rows],
-        "b": [dict(question=row["messages"][0]["content"], answer=row["messages"][1]["content"]) for row in rows],
-    }  # fmt: skip
-    usual = "--steps", 2, "--log-every", 1
-    plain = tune(*usual, data=write(tmp_path / "plain.jsonl", rows))
-    for name, more, said in (("a", (), "40 read as ShareGPT's: conversations of from and value"),
-                             ("b", ("--columns", "instruction=question", "output=answer"), "40 read as Alpaca's: ")):
-        other = fine(tune(*usual, *more, data=write(tmp_path / f"{name}.jsonl", alike[name])))
-        assert said in other.out, other.err
-        assert losses(other) == losses(plain)
-    refused(2, "--columns answer=output: must be NAME=COLUMN, with a name of",
-        tune(*usual, "--columns", "answer=output"))
-    assert parsed(("output=a=b",)) == dict(output="a=b")

@@ -171,6 +171,7 @@ LINES = [
     ("--world 4 --prepared out", "--prepared out: not with --world 4: is of weights that real ranks read"),
     ("--random --prepared out", "--prepared out: not with --random: is of weights that real ranks read"),
     ("--template-args [1]", "--template-args [1]: must be a JSON object"),
+    ("--columns answer=output", "--columns answer=output: must be NAME=COLUMN, with a name of"),
     ("--model=", "--model: needs the folder of a model"), ("--data", "--data: needs files of examples;"),
     ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: that"),
     ("--lora-targets q_proj", "--lora 0: not with --lora-targets q_proj: that is of adapters; add --lora RANK"),

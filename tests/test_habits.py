@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -503,14 +502,6 @@ def test_gradients_of_gradients_and_moving_averages_are_those_of_one_process(two
 def test_whole_state_dicts_accumulation_autocast_and_checkpoints_work_and_ddp_on_top_is_refused(two):
     for found in two["as_with_others"]:
         assert found == dict(state=4, adding=True, again=True, cast=True, fp32=True, ddp=True)
-
-
-@pytest.mark.parametrize("policy", [FSDP2Policy(torch.bfloat16), torch.bfloat16, None], ids=["fsdp2", "dtype", "none"])
-def test_a_policy_that_is_not_ours_is_refused(fake, policy):
-    model = mlp()
-    with pytest.raises(ValueError, match="mp_policy must be simple_fsdp's MixedPrecisionPolicy, got "):
-        data_parallel(model, fake(2), mp_policy=policy)
-    assert type(model[0]) is nn.Linear
 
 
 def test_initialisation_and_clamping_give_the_values_of_one_process(two, fake):

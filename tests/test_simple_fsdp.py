@@ -38,6 +38,7 @@ from models_for_wrapper import (
 )
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import simple_fsdp
@@ -291,7 +292,10 @@ REFUSED = dict(
     mode=(blocks, dict(mode="zero3"), "zero3.*replicate, fully_shard, hybrid_shard"),
     dtype=(blocks, dict(mp_policy=MixedPrecisionPolicy("bfloat16")), "param_dtype must be a floating.*got 'bfloat16'"),
     whole_dtype=(blocks, dict(mp_policy=MixedPrecisionPolicy(None, torch.int8)), "reduce_dtype must be a floating"),
+    policy_of_fsdp2=(blocks, dict(mp_policy=FSDP2Policy(torch.bfloat16)), "must be simple_fsdp's MixedPrecisionPol"),
+    policy_none=(blocks, dict(mp_policy=None), "mp_policy must be simple_fsdp's MixedPrecisionPolicy, got None"),
     min_bytes=(blocks, dict(min_bytes="1 MiB"), "min_bytes must be a number of bytes, got '1 MiB'"),
+    no_mesh=(blocks, dict(mesh="cpu"), r"^device_mesh must be a DeviceMesh .init_device_mesh., got "),
     mesh_2d=(blocks, dict(mesh="2-D"), "fully_shard.*1-D.*2-D"),
     mesh_1d=(blocks, dict(mode="hybrid_shard"), "hybrid_shard.*2-D.*1-D"),
     mesh_without_names=(blocks, dict(mesh="unnamed", mode="hybrid_shard"), "hybrid_shard.*mesh_dim_names"),
@@ -309,6 +313,7 @@ def test_property_4_what_cannot_work_is_one_value_error_and_changes_nothing(fake
     make, kwargs, message = REFUSED[case]
     mesh = fake(4, replicas=2)
     meshes = {"1-D": mesh["shard"], "2-D": mesh, "unnamed": torch.distributed.DeviceMesh("cpu", [[0, 1], [2, 3]])}
+    meshes["cpu"] = "cpu"
     model = make(mesh)
 
     def look():

@@ -239,9 +239,3 @@ def test_the_list_of_private_names_is_complete_and_stands_at_the_head_of_the_fil
     assert private_names(SOURCE) - OWN == private
     head = SOURCE[: SOURCE.index("MODES =")]
     assert [name for name in private if not re.search(rf"\b{name}\b", head)] == []
-
-
-@pytest.mark.parametrize("mesh", [2, None, "cpu"])
-def test_a_mesh_that_is_none_is_refused_in_one_line(mesh):
-    with pytest.raises(ValueError, match=r"^device_mesh must be a DeviceMesh .init_device_mesh., got "):
-        data_parallel(torch.nn.Linear(4, 4), mesh)
