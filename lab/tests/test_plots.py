@@ -324,13 +324,13 @@ def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folde
         return number, said
 
     calls(30, 0)  # imports, fonts
-    (few, _), (some, _), (many, said) = calls(100, 100), calls(200, 300), calls(400, 600)
+    (few, _), (some, _), (many, said) = calls(30, 100), calls(60, 300), calls(120, 600)
     assert (many - some) / (some - few) < 2.2, (few, some, many)
     text = (folder / "page.html").read_text()
-    for told in ("Drawn: the last 4 of 400 rows.", "Drawn: the last 4 of 6 rows.",
-                 "Drawn: the last 2 of 45 settings."):  # fmt: skip
+    for told in ("Drawn: the last 4 of 120 rows.", "Drawn: the last 4 of 6 rows.",
+                 "Drawn: the last 2 of 14 settings."):  # fmt: skip
         assert told in said and told in text
-    assert text.count("<tr>") == 1 + 400 + 1 + 6 + 1 + 400, "of tables nothing is left out"
+    assert text.count("<tr>") == 1 + 120 + 1 + 6 + 1 + 120, "of tables nothing is left out"
 
 
 @needs_matplotlib
