@@ -205,6 +205,9 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
         carried = [(a, b) for what, a, b in row.get("lanes", ()) if what in ("all_gather", "reduce_scatter")]
         assert all(a[1] <= b[0] + 0.02 for a, b in itertools.pairwise(carried))  # the link brings one at a time
     assert [bool(row.get("lanes")) for row in rows] == 2 * [False, True, False, False]
+    rest = [(row["step_ms"] - row["ends_ms"]) / max(row["compute_ms"], row["link_ms"]) for row in rows]
+    lines = exposed.table(rows).splitlines()[2:]
+    assert [line.split(" | ")[-1] for line in lines] == [f"{each:.3f} |" for each in rest]
     fails(call("--plot", "none/a.png"), 2, "error: --plot none/a.png: ")
     fails(call("simple:blocks_", "--", *SMALL), 2, "cells simple:blocks_: give WRAPPER:COMPILE")
     row = dict(cell="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))

@@ -461,16 +461,16 @@ def test_runs_are_told_apart_by_flags_that_the_first_has_not_and_by_none_where_t
 def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, report):
     tuned = {"model": "tiny", "data": "chat.jsonl", "vocab": None, "rank": 8}
     made = told_runs(dict(seed=0), dict(seed=1), dict(seed=2), dict(seed=3))
-    made[1]["flags"], made[3]["world"] = tuned, "8(sim h100-nvlink)"
+    made[0]["flags"], made[3]["world"] = tuned, "8(sim h100-nvlink)"
     save(copy / "rows.jsonl", made)
     for each in made:
         save(copy / f"rows.steps/{each['run']}.jsonl", [dict(step=1, loss=3.0)])
     out = report("loss --results rows.jsonl")
-    assert "| run-0 | 0 |" in out and "| run-2 | 2 |" in out and "run-1" not in out and "run-3" not in out
+    assert "| run-1 | 1 |" in out and "| run-2 | 2 |" in out and "run-0" not in out and "run-3" not in out
     assert "None" not in out
     assert "Left out: 1 of other data, model or vocabulary than the last run's." in out
     assert "Left out: 1 of simulated ranks, whose loss means nothing." in out
-    assert "run-0" not in report("loss --results rows.jsonl --last 2")
+    assert "run-1" not in report("loss --results rows.jsonl --last 2")
 
 
 def test_without_an_axis_all_that_have_rows_are_printed(copy, report):
