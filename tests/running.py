@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import free_port
 
 import main
 from lab.profiling.gpu_code import no_triton
@@ -76,17 +75,6 @@ def module(*command, timeout=600, cwd=ROOT):
     """python -m COMMAND in a process of its own; or, if it begins with a line break, this text with what follows."""
     how = "-c" if command[0].startswith("\n") else "-m"
     return ran(sys.executable, "-W", "ignore", how, *command, cwd=cwd, timeout=timeout, PYTHONPATH=str(ROOT))
-
-
-def torchrun(*argv, program=(ROOT / "main.py",)):
-    """main.py, or another program, on two gloo ranks. `code`: of the first rank that failed, as torchrun reports it;
-    `err`: ours."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    done = ran(*command, *program, *argv, cwd=None, OMP_NUM_THREADS="1")
-    if report := done.err.partition("Root Cause")[2]:
-        done.code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1])
-    done.err = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.err, maxsplit=1, flags=re.MULTILINE)[0]
-    return done
 
 
 def one_line(err):

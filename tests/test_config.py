@@ -11,13 +11,14 @@ import dataclasses
 import re
 import shlex
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from fixtures import outcome
-from running import TINY, TORCHRUN, fails, python, resolved
+from running import TINY, TORCHRUN, fails, python, ran, resolved
 
 from trainer import config as flags
 from trainer.config import Output, System, Training
@@ -52,11 +53,22 @@ def help_entries(help_text):
     return entries
 
 
-def test_help_imports_no_torch():
-    done = python("--help")
-    assert done.code == 0 and done.err == "" and "usage: main.py" in done.out
-    assert "tyro" in done.imports
-    assert not {name for name in done.imports if name.split(".")[0] in ("torch", "numpy", "wandb")}
+INSTANT = {  # a command that imports nothing that takes seconds -> its exit code, and what it says
+    "main.py --help": (0, "usage: main.py"), "finetune.py --help": (0, "usage: finetune.py"),
+    "plan.py --help": (0, "usage: plan.py"), "speed_mem_tests_mlp.py --help": (0, "--reduce-dtype"),
+    "-m trainer.checkpoint.export --help": (0, "--shard-gb"), "finetune.py --model docs --data x": (3, "config.json"),
+    "-m lab.report compile --results results/cpu_modes.jsonl": (0, "**compile**"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", INSTANT)
+def test_help_a_bad_folder_and_a_report_are_told_without_importing_torch(command):
+    code, says = INSTANT[command]
+    done = ran(sys.executable, "-X", "importtime", *command.split())
+    imported = {line.split("|")[-1].strip() for line in done.err.splitlines()}
+    assert done.code == code and says in done.out + done.err, done.err[-500:]
+    slow = {"torch", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb"}
+    assert "argparse" in imported and not slow & imported
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -236,12 +236,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else_is(ru
     assert {path.name for path in tmp_path.iterdir()} == keep | {"out.pt"}
 
 
-def test_help_is_instant_and_a_bad_size_is_refused(run):
-    argv = [sys.executable, "-X", "importtime", "-m", "trainer.checkpoint.export", "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0 and "--shard-gb" in done.stdout
-    imports = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "argparse" in imports and not {"torch", "numpy"} & imports
+def test_a_bad_size_is_refused(run):
     for size in ("0", "-1", "nan", "x"):
         assert run("a", "b.safetensors", "--shard-gb", size).code == 2
 

@@ -9,8 +9,6 @@ Loading, training and exporting: tests/test_finetune.py.
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from conversations import jsonl
 from forked import Job
 from harness import spawn
 from outcomes import fine, later, losses, refused
-from running import ROOT, module, read
+from running import module, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
@@ -287,13 +285,6 @@ def test_rows_of_any_length_are_one_graph(tune, tmp_path, monkeypatch):
     eager = tune(*argv, data=data)
     assert len(compiled) == 1
     assert losses(done) == pytest.approx(losses(eager), abs=5e-6)
-
-
-def test_bad_flags_answer_before_torch_is_imported(tmp_path):
-    command = [sys.executable, "-X", "importtime", str(ROOT / "finetune.py"), "--model", str(tmp_path), "--data", "x"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 3 and "config.json: No such file or directory" in told.stderr
-    assert not re.search(r"\| +(torch|transformers)$", told.stderr, re.MULTILINE)
 
 
 # -------------------------------------------------------------------------------------------------- compiled, and large

@@ -6,9 +6,6 @@
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -210,16 +207,6 @@ def test_what_is_for_one_process_is_refused_on_two_ranks(capsys, flag):
     with pytest.raises(SystemExit) as stopped:
         mlp.parse([*TINY, *flag.split()], 0, 2)
     assert stopped.value.code == 2 and f"{flag.split()[0]}: is for one process, here are 2" in capsys.readouterr().err
-
-
-def test_help_imports_no_torch():
-    code = f"""import runpy, sys
-sys.argv = ["mlp", "--help"]
-try: runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
-except SystemExit: sys.exit("torch" in sys.modules)"""
-    env = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "--reduce-dtype" in done.stdout
 
 
 # ---------------------------------------------------------------- a table
