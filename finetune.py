@@ -5,9 +5,11 @@
         --effective-batch 64 --remat block --remat-ratio 0.5 --loss chunked --save runs/a           # several
     python finetune.py --model DIR --data chat.jsonl --preview                        # what is learned of an example
 
-The loop is here, from top to bottom; what surrounds it is trainer/run.py. Flags, rows, checkpoints and exit codes are
-main.py's; see --help. Each rank reads its rows of each tensor, stores them in fp32, and no rank ever holds the whole
-model. Needs the extra `hf`: pip install -e '.[hf]'.
+A run reads from top to bottom, as main.py does, whose comments explain `train_step`; what differs is commented here.
+Flags, rows, checkpoints and exit codes are main.py's; see --help. Each rank reads its rows of each tensor, stores them
+in fp32, and no rank ever holds the whole model. Needs the extra `hf`: pip install -e '.[hf]'.
+
+Shapes: B rows of this rank in a batch, b of them in a micro-batch, T tokens in each.
 """
 
 import os
@@ -15,7 +17,7 @@ import signal
 import sys
 
 from trainer.distributed.terminal import Progress, answering, fail, import_torch, put, ranks, tell
-from trainer.finetuning import config
+from trainer.finetuning import config as finetuning_flags
 from trainer.finetuning.checks import check_at_once
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -23,11 +25,14 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
         os.environ.setdefault(NAME, VALUE)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
     RANKS = ranks()
-    CONFIG = config.parse(sys.argv[1:], RANKS[0], RANKS[2])
+    CONFIG = finetuning_flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
     if RANKS[0] == 0:
         check_at_once(CONFIG, RANKS[2])
     PROGRESS = Progress("importing torch and transformers", speak=RANKS[0] == 0)
     import_torch(RANKS[0], CONFIG.debug)
+
+import torch
+from torch import Tensor
 
 from trainer import config as flags
 from trainer.data import DataError
@@ -38,95 +43,138 @@ from trainer.finetuning.run import (
     check_memory,
     exported,
     has_exported,
-    look,
     open_data,
     open_model,
+    report_model,
     to_count,
 )
 from trainer.optimizer import learning_rate
-from trainer.parallelize import make_optimizer, materialise, training_step, wrap
+from trainer.parallelize import make_mesh, make_optimizer, materialise, training_step, wrap
 from trainer.run import Run
+from trainer.step import Step
 
 PREVIEW = 200  # characters of each part of the example that is shown before the first step
 
 
-def show(c: config.Config, world: int) -> None:
+def show(config: finetuning_flags.Config, world: int) -> None:
     """Prints an example of --data, with what is learned of it marked."""
     try:
-        c = flags.resolve(c, "cpu", world)
-        vocab = blank_model(c.model).model.get_input_embeddings().num_embeddings
+        config = flags.resolve(config, "cpu", world)
+        vocab = blank_model(config.model).model.get_input_embeddings().num_embeddings
         with answering():
-            put(open_data(c, vocab).preview(0, color=sys.stdout.isatty()))
+            put(open_data(config, vocab).preview(0, color=sys.stdout.isatty()))
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 
 
+def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+    """One optimizer step, that of main.py. tokens, targets [B, T] -> the loss of the whole batch, averaged over all
+    ranks. inputs: more of the batch by name, such as position_ids [B, T]."""
+    if step.whole_step is not None:
+        return step.whole_step(tokens, targets, **inputs)
+    labels = step.labels_per_rank(targets)
+    loss, grads = 0.0, None
+    with step.trained_parameters() as params:
+        for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
+            micro_loss = step.forward(x, y, labels, **more)
+            grads = step.accumulate(grads, step.backward(micro_loss, params))
+            loss = loss + micro_loss.detach()
+    grads = step.reduce(grads)
+    loss = step.average(loss)
+    with torch.no_grad():
+        if step.compiled_update is not None:
+            norm, refused = step.compiled_update(grads, loss)
+        else:
+            norm = step.gradient_norm(grads)
+            refused = step.refused(loss, norm)
+            step.optimizer.step(step.clipped(grads, norm), refused)
+    step.grad_norm, step.bad = norm, refused
+    return loss
+
+
 def main(
-    c: config.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
+    config: finetuning_flags.Config,
+    rank: int,
+    local_rank: int,
+    world: int,
+    progress: Progress | None = None,
 ) -> int:
-    """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: tokens of a row."""
-    with Run(c, check, rank, local_rank, world, progress) as run:
-        c = run.c
+    """One run of the flags; returns its exit code. On an error or a signal `run` ends it: a line, a row, a save."""
+    with Run(config, check, rank, local_rank, world, progress) as run:
+        config = run.config
         device = run.device
         world = run.world
-        model, vocab = open_model(c)  # on the meta device: no parameter has memory yet
-        # longrope chooses its factors by the positions that there are, without padding.
-        positions = model.longest_short(c.seqlen) > 0
-        data = open_data(c, vocab, rank, world, positions, model.takes_until)
+
+        # Model of --model: on the meta device, where no parameter has memory yet.
+        model, vocab = open_model(config)
+
+        # Data: a template makes tokens of chats. longrope chooses its factors by the positions that there are, without
+        # padding.
+        positions = model.longest_short(config.seqlen) > 0
+        data = open_data(config, vocab, rank, world, positions, model.takes_until)
+
+        # Flags: the model's shape, and steps for --epochs, are known now.
         shape = model.model.config
-        c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
-        check_memory(c, model, world)
-        check_export(c)  # again: --epochs are steps now
+        config = config.completed(
+            shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples
+        )
+        check_memory(config, model, world)
+        check_export(config)  # again: --epochs are steps now
         attention = f"{shape._attn_implementation} of transformers"
-        run.open(data, model, attention, c=c, counted=to_count(c, model))
-        written = has_exported(run, c)
-        if run.done:
-            run.already_done()
-            if c.export is None or written:
-                return 0
+        run.find_start(data, model, attention, config=config, counted=to_count(config, model))
+        written = has_exported(run, config)
+        if run.done and (config.export is None or written):
+            return 0
         run.stages.add("model")
 
-        # data_parallel: a parameter is this rank's shard, whole in forward.
-        mesh = wrap(model, c, device, world)
+        # Mesh and wrapper: from here on a parameter is this rank's shard, which is whole in forward.
+        mesh = make_mesh(config, device, world)
+        wrap(model, config, mesh)
         run.stages.add("wrap")
-        materialise(model, c, device)  # memory on the device, and values
+
+        # Memory for the shards on the device.
+        materialise(model, config, device)
         run.stages.add("weights")
-        optimizer = make_optimizer(c, model, mesh)
+
+        # Optimizer: its state is sharded as the parameters are.
+        optimizer = make_optimizer(config, model, mesh)
         run.stages.add("optimizer")
-        step = training_step(
-            c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None
-        )
-        step.dynamic = c.pad == "longest"
-        run.agree_on_draws(model)
-        # A checkpoint of --lora holds the adapters alone.
-        if not c.random and (c.lora or not run.found):
-            run.told |= load_weights(c, model, run.group)
-        run.take(step)
-        look(run, c, model, device)
-        if run.done:
+
+        # Compile: says what train_step's calls run, by --compile; the first step compiles.
+        norms = run.log_norms if config.verbose > 1 else None
+        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
+        step.dynamic = config.pad == "longest"
+        run.agree_on_weights(model)
+
+        # Weights of --model. A checkpoint has them all; of --lora it holds the adapters alone.
+        if not config.random and (config.lora or not run.resume_point):
+            run.extra_columns |= load_weights(config, model, run.group)
+        run.attach_step(step)
+        report_model(run, config, model, device)
+        if run.done:  # all steps were, but not the export
             with run.saver:
-                run.say(exported(run, c, model))
+                run.say(exported(run, config, model))
             return 0
 
-        with run.training(step) as train_step:
+        with run.training(step, train_step) as one_step:
             if rank == 0:
                 tell(
                     f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}"
                 )
-            for k in range(run.first, c.steps):
-                optimizer.lr.fill_(lr := learning_rate(c, k))
+            for k in range(run.first, config.steps):
+                lr = learning_rate(config, k)
+                optimizer.lr.fill_(lr)
                 with run.timed(k):
-                    tokens, targets, inputs = run.batch()  # [B, T]
-                    # Of the whole batch, averaged over all ranks.
-                    loss = train_step(tokens, targets, inputs)
-                run.log(k, loss, lr)
-                if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
-                    run.evaluate()
-                if c.save_every and (k + 1) % c.save_every == 0:
-                    run.save()
-        if c.export is not None:
-            with run.aside("export"):
-                run.sampled.append(exported(run, c, model))
+                    tokens, targets, inputs = run.next_batch()  # [B, T]
+                    loss = one_step(tokens, targets, **inputs)
+                run.log_step(k, loss, lr)
+                run.evaluate_if_due(k)
+                run.save_if_due(k)
+
+        # Export: a folder that transformers reads.
+        if config.export is not None:
+            with run.outside_steps("export"):
+                run.sampled.append(exported(run, config, model))
     return run.code
 
 

@@ -3,12 +3,17 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-The loop is here, from top to bottom. What surrounds it (signals, hanging ranks, checkpoints, the log, the row) is
-trainer/run.py. Where to add what: a second loss term in `cross_entropy` of model.py (a sum over tokens), an optimizer
-as a subclass of AdamW in trainer/optimizer.py with a `step` of its own, made in `make_optimizer` of
-trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py,
-where the flags are), a figure of each logged step as `run.log(k, loss, lr, name=value)`, a column of the row as
-`run.told["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
+A run reads from top to bottom: `main` makes model, step and data of the flags, and `train_step` is one step, each line
+of it a method of `Step` in trainer/step.py. What surrounds it (signals, hanging ranks, checkpoints, the log, the row)
+is `run`, of trainer/run.py.
+
+Where to add what: a second loss term in `cross_entropy` of model.py (a sum over tokens), an optimizer as a subclass of
+AdamW in trainer/optimizer.py with a `step` of its own, made in `make_optimizer` of trainer/parallelize.py, a schedule
+in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py, where the flags are), a figure of
+each logged step as `run.log_step(k, loss, lr, name=value)`, a column of the row as
+`run.extra_columns["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
+
+Shapes: B sequences of this rank in a batch, b of them in a micro-batch, T tokens in each (--seqlen).
 """
 
 import signal
@@ -27,67 +32,133 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     PROGRESS = Progress("importing torch", speak=RANKS[0] == 0)
     import_torch(RANKS[0], CONFIG.debug)
 
+import torch
+from torch import Tensor
+
 from trainer.attention import choose_kernel
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.optimizer import learning_rate
-from trainer.parallelize import make_optimizer, materialise, reference_model, training_step, wrap
+from trainer.parallelize import (
+    make_mesh,
+    make_optimizer,
+    materialise,
+    reference_model,
+    training_step,
+    wrap,
+)
 from trainer.run import Run
+from trainer.step import Step
+
+
+def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+    """One optimizer step. tokens, targets [B, T] -> the loss of the whole batch, averaged over all ranks. inputs: more
+    of the batch by name, which model.py has none of."""
+    # --compile step: everything below is one graph, `OneGraph.whole` of trainer/step.py.
+    if step.whole_step is not None:
+        return step.whole_step(tokens, targets, **inputs)
+
+    # How many labels the batch has on all ranks, divided by the ranks: each rank's loss is a sum over its labels
+    # divided by this. So the step is that of one pass over the whole batch, however it is cut. One all-reduce.
+    labels = step.labels_per_rank(targets)
+    loss, grads = 0.0, None
+
+    # The parameters are this rank's shards. (--accum-sync last: they are gathered here, once.)
+    with step.trained_parameters() as params:
+        # Between two micro-batches a signal may end the step with nothing changed.
+        for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
+            # Model and loss; each block's parameters are gathered before it runs and dropped after it.
+            # --compile fwdbwd: one graph of `Step.loss_sum`, of which the compiler makes backward as another.
+            micro_loss = step.forward(x, y, labels, **more)
+            # The gradients, sharded as the parameters are: each block's are reduced, and so averaged over ranks,
+            # as soon as they are there. Summed over micro-batches in fp32.
+            grads = step.accumulate(grads, step.backward(micro_loss, params))
+            loss = loss + micro_loss.detach()
+
+    # What --accum-sync has left to reduce at the end, usually nothing. Then grads are those of the whole batch.
+    grads = step.reduce(grads)
+    loss = step.average(loss)
+    with torch.no_grad():
+        # --compile fwdbwd on CUDA: the other lines as one graph, `Step.update`.
+        if step.compiled_update is not None:
+            norm, refused = step.compiled_update(grads, loss)
+        else:
+            norm = step.gradient_norm(
+                grads
+            )  # of the whole gradient: an all-reduce of the shards' squares
+            # 1.0 if loss or norm is not finite, or the norm above --norm-limit; else 0.0. It stays on the device, where
+            # the optimizer reads it: refused, it changes nothing, to the bit.
+            refused = step.refused(loss, norm)
+            step.optimizer.step(
+                step.clipped(grads, norm), refused
+            )  # --clip; then each rank updates its shards
+    # For the log, and for what --nonfinite does about a refusal.
+    step.grad_norm, step.bad = norm, refused
+    return loss
 
 
 def main(
-    c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
+    config: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
 ) -> int:
-    """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: --seqlen."""
-    with Run(c, check, rank, local_rank, world, progress) as run:
-        # Every flag has a value; simulated ranks count.
-        c = run.c
+    """One run of the flags; returns its exit code. On an error or a signal `run` ends it: a line, a row, a save."""
+    with Run(config, check, rank, local_rank, world, progress) as run:
+        # Flags: every one has a value now. Simulated ranks count.
+        config = run.config
         device = run.device
         world = run.world
-        attention = choose_kernel(c, device)[-1]
+
+        # Data: each rank takes its rows of the same global batches. A checkpoint to resume from must be of the same.
         data = Batches(
-            c.data,
-            global_batch=c.effective_batch,
-            seqlen=c.seqlen,
-            vocab=c.vocab,
-            seed=c.seed,
+            config.data,
+            global_batch=config.effective_batch,
+            seqlen=config.seqlen,
+            vocab=config.vocab,
+            seed=config.seed,
             rank=rank,
             world=world,
-            hold_out=c.eval_every > 0,
+            hold_out=config.eval_every > 0,
         )
-        model = reference_model(c, device)  # on the meta device: no parameter has memory yet
-        run.open(data, model, attention, counted=model)
+
+        # Model: on the meta device, where no parameter has memory yet.
+        model = reference_model(config, device)
+        attention = choose_kernel(config, device)[-1]
+        run.find_start(data, model, attention, counted=model)
         if run.done:
-            return run.already_done()
+            return 0
         run.stages.add("model")
 
-        # data_parallel: a parameter is this rank's shard, whole in forward.
-        mesh = wrap(model, c, device, world)
+        # Mesh and wrapper: from here on a parameter is this rank's shard, which is whole in forward.
+        mesh = make_mesh(config, device, world)
+        wrap(model, config, mesh)
         run.stages.add("wrap")
-        materialise(model, c, device)  # memory on the device, and values
-        run.stages.add("weights")
-        optimizer = make_optimizer(c, model, mesh)
-        run.stages.add("optimizer")
-        step = training_step(
-            c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None
-        )
-        run.agree_on_draws(model)
-        if c.init is not None:
-            initialise(c, model, run.found, run.group)
-        run.take(step)
 
-        with run.training(step) as train_step:
-            for k in range(run.first, c.steps):
-                optimizer.lr.fill_(lr := learning_rate(c, k))
+        # Weights: memory for the shards on the device, with the same values for any number of ranks.
+        materialise(model, config, device)
+        run.stages.add("weights")
+
+        # Optimizer: its state is sharded as the parameters are.
+        optimizer = make_optimizer(config, model, mesh)
+        run.stages.add("optimizer")
+
+        # Compile: says what train_step's calls run, by --compile; the first step compiles.
+        norms = run.log_norms if config.verbose > 1 else None
+        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
+        run.agree_on_weights(model)
+        if config.init is not None:
+            initialise(config, model, run.resume_point, run.group)
+        run.attach_step(step)  # if --save holds a checkpoint it is loaded: run.first steps are done
+
+        # one_step is train_step, with --cuda-graph replayed instead.
+        with run.training(step, train_step) as one_step:
+            for k in range(run.first, config.steps):
+                lr = learning_rate(config, k)
+                optimizer.lr.fill_(lr)
                 with run.timed(k):
-                    tokens, targets, inputs = run.batch()  # [B, T]
-                    # Of the whole batch, averaged over all ranks.
-                    loss = train_step(tokens, targets, inputs)
-                run.log(k, loss, lr)
-                if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
-                    run.evaluate()
-                if c.save_every and (k + 1) % c.save_every == 0:
-                    run.save()
+                    tokens, targets, inputs = run.next_batch()  # [B, T]
+                    loss = one_step(tokens, targets, **inputs)
+                run.log_step(k, loss, lr)  # ends the run, or warns, if the update was refused
+                run.evaluate_if_due(k)
+                run.save_if_due(k)
     return run.code
 
 

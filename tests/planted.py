@@ -114,7 +114,7 @@ class _Faults:  # of one rank
 @contextmanager
 def _planted(text: str, own: run.Run, step: Step):
     """Inside it, the faults that `text` names for this rank wait in a run with this step."""
-    c = own.c
+    c = own.config
     mine = [fault for fault in faults(text) if fault.rank in ("*", str(own.rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
@@ -124,7 +124,8 @@ def _planted(text: str, own: run.Run, step: Step):
         ("data", type(own.batches), "__next__"), ("save", saver, "_begin"), ("write", saver, "_write"),
         ("commit", saver, "_commit"), ("forward", step, "graph" if c.compile == "step" else "loss_fn"),
     ]  # fmt: skip
-    places += [("update", step, "update_fn")] if c.compile != "step" else []
+    if c.compile != "step":
+        places.append(("update", step, "compiled_update" if step.compiled_update else "gradient_norm"))
     with ExitStack() as stack:
         for where, owner, name in places:
             faulty = waiting.around(where, getattr(owner, name), loss=name == "loss_fn")
@@ -138,9 +139,9 @@ def planting(text: str):
     training = run.Run.training
 
     @contextmanager
-    def with_faults(own: run.Run, step: Step):
-        with _planted(text, own, step), training(own, step) as train_step:
-            yield train_step
+    def with_faults(own: run.Run, step: Step, train_step: Callable):
+        with _planted(text, own, step), training(own, step, train_step) as one_step:
+            yield one_step
 
     with mock.patch.object(run.Run, "training", with_faults):
         yield

@@ -133,6 +133,20 @@ def test_nothing_imports_a_program(name):
     assert not imported(name) & set(PROGRAMS)
 
 
+def test_both_programs_and_the_class_of_steps_have_the_same_step():
+    """main.py and finetune.py show the step that Step.__call__ is for all others."""
+
+    def statements(body, title):
+        (node,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == title)
+        return "\n".join(map(ast.unparse, node.body[1:])).replace("self.", "step.")  # without the docstring
+
+    (steps,) = (node for node in TREES["trainer.step"].body if getattr(node, "name", "") == "Step")
+    expected = statements(steps.body, "__call__")
+    assert "step.optimizer.step(" in expected
+    for program in ("main", "finetune"):
+        assert statements(TREES[program].body, "train_step") == expected, program
+
+
 def _works(node):
     """Whether a statement of a module does more than import, assign, define or register."""
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.AugAssign):

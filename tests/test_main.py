@@ -86,12 +86,12 @@ def test_the_optimizers_flags_reach_it(train, trains):
 def test_a_change_is_found_where_the_head_of_main_py_says(train, monkeypatch):
     """A second loss term, an optimizer, a figure of each step and a column of the row."""
     plain = train("--log-every", 1)
-    told = runs.Run.training
-    log = runs.Run.log
+    plain_training = runs.Run.training
+    log_step = runs.Run.log_step
 
-    def training(run, step):
-        run.told["mine"] = 7
-        return told(run, step)
+    def training(run, *args):
+        run.extra_columns["mine"] = 7
+        return plain_training(run, *args)
 
     def with_term(logits, targets):
         loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
@@ -105,7 +105,7 @@ def test_a_change_is_found_where_the_head_of_main_py_says(train, monkeypatch):
     monkeypatch.setattr(steps_of, "cross_entropy", with_term)
     first = train("--log-every", 1, "--steps", 2)
     monkeypatch.setattr(parallelize, "AdamW", SGD)
-    monkeypatch.setattr(runs.Run, "log", lambda run, k, loss, lr: log(run, k, loss, lr, mine=k))
+    monkeypatch.setattr(runs.Run, "log_step", lambda run, k, loss, lr: log_step(run, k, loss, lr, mine=k))
     monkeypatch.setattr(runs.Run, "training", training)
     other = train("--log-every", 1, "--steps", 2)
     assert first.losses[0] > plain.losses[0] + 1

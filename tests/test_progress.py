@@ -189,7 +189,7 @@ def test_a_dumb_terminal_gets_lines_and_another_rank_nothing(name, xterm, monkey
 def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
     c = resolved("--steps 400")
     dog = SimpleNamespace(begun=False, step=1, place="step")
-    run = SimpleNamespace(c=c, watchdog=dog, finite=SimpleNamespace(loss=None))
+    run = SimpleNamespace(config=c, watchdog=dog, finite=SimpleNamespace(loss=None))
     now = SimpleNamespace(monotonic=lambda: 0.2 * dog.step)
     monkeypatch.setattr(summary, "time", now)
     shown = doing(run, True)

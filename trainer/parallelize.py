@@ -8,7 +8,7 @@ DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields
 from typing import Any
@@ -55,16 +55,20 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
         return Transformer(model_config(c, device))
 
 
-def wrap(
-    model: nn.Module, c: flags.Config, device: torch.device, world: int
-) -> dist.DeviceMesh | None:
-    """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
+def make_mesh(c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
+    """The mesh of `world` ranks that resolved flags ask for: of one dimension, "shard", or for hybrid_shard of two,
+    "replicate" and "shard". Wrapper "none" has none."""
     if c.wrapper == "none":
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
-    mesh = dist.init_device_mesh(
-        device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
-    )
+    names = ("replicate", "shard")[-len(shape) :]
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def wrap(model: nn.Module, c: flags.Config, mesh: dist.DeviceMesh | None) -> None:
+    """Shards `model` over the mesh of `make_mesh` as resolved flags say; without a mesh it stays as it is."""
+    if mesh is None:
+        return
     dtypes = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
     small = int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
@@ -87,7 +91,6 @@ def wrap(
             fully_shard(model.get_submodule(block), **how)
         # The root stays gathered, as is its default.
         fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))
-    return mesh
 
 
 class HookedStep(Step):
@@ -119,30 +122,39 @@ class HookedStep(Step):
             if c.reduce_dtype == "bf16":
                 self.call.register_comm_hook(None, bf16_compress_hook)
 
-    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        share = self.share(targets)
-        total = 0.0
+    def micro_batches(
+        self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
+    ) -> Iterator[tuple]:
+        """As Step's; whether backward of each reduces gradients is said before it."""
         ddp = isinstance(self.call, DistributedDataParallel)
-        for i, (x, y, more) in enumerate(self.micro_batches(tokens, targets, inputs)):
-            sync = self.accum_sync != "last" or i == self.grad_accum - 1
+        for i, micro_batch in enumerate(super().micro_batches(tokens, targets, inputs)):
+            last = i == self.grad_accum - 1
+            reduces = last or self.accum_sync != "last"
             if self.accum_sync == "shards":
-                self.model.set_requires_all_reduce(i == self.grad_accum - 1)
+                self.model.set_requires_all_reduce(last)
             elif not ddp:
-                self.model.set_requires_gradient_sync(sync)
-            with self.call.no_sync() if ddp and not sync else nullcontext():
-                self.enter("fwd")
-                with torch.autocast(
-                    x.device.type, self.autocast, enabled=self.autocast is not None
-                ):
-                    loss = self.loss_fn(x, y, share, **more)
-                self.enter("bwd")
-                loss.backward()
-            total = total + loss.detach()
-        with torch.no_grad():
-            grads = [local(p.grad) for p in self.optimizer.params]
-            for p in self.optimizer.params:
-                p.grad = None
-            return self.finish(total, grads)
+                self.model.set_requires_gradient_sync(reduces)
+            with self.call.no_sync() if ddp and not reduces else nullcontext():
+                yield micro_batch
+
+    def forward(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        enabled = self.autocast is not None
+        with torch.autocast(tokens.device.type, self.autocast, enabled=enabled):
+            return super().forward(tokens, targets, labels, **inputs)
+
+    def backward(self, loss: Tensor, params: list[Tensor]) -> tuple:
+        """Adds the gradients to `.grad`; returns none."""
+        self.enter("bwd")
+        loss.backward()
+        return ()
+
+    @torch.no_grad()
+    def reduce(self, grads: list[Tensor]) -> list[Tensor]:
+        """What the hooks have reduced, out of `.grad`."""
+        grads = [local(p.grad) for p in self.optimizer.params]
+        for p in self.optimizer.params:
+            p.grad = None
+        return super().reduce(grads)
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
@@ -244,7 +256,8 @@ def build(
         raise ValueError(
             "model: has values already, which would be lost; build it under torch.device('meta')"
         )
-    mesh = wrap(model, c, device, world)
+    mesh = make_mesh(c, device, world)
+    wrap(model, c, mesh)
     materialise(model, c, device, draw=init)
     return training_step(
         c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update

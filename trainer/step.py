@@ -16,7 +16,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,19 @@ def global_norm(where: list, grads: list[Tensor]) -> Tensor:
     return total.sqrt()
 
 
+def parameter_norms(
+    model: nn.Module, params: list[Tensor], grads: list[Tensor]
+) -> dict[str, float]:
+    """The norms of each parameter, "norm/NAME", and of its gradient, "grad/NAME". grads: the local shards."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    norms = {}
+    for p, g in zip(params, grads, strict=True):
+        for kind, shard in (("norm", local(p.detach())), ("grad", g)):
+            norm = global_norm([shard_group(p)], [shard])
+            norms[f"{kind}/{names[id(p)]}"] = norm.item()
+    return norms
+
+
 class WholeWeights:
     """accum_sync="last": the parameters gathered once, for micro-batches that then communicate nothing. Every rank
     holds, for the length of a step, the whole model in `param_dtype` and its whole gradient."""
@@ -141,10 +154,16 @@ class WholeWeights:
 
 
 class Step:
-    """The step of every mode but "step". model: the module whose parameters train; `call` runs it (compiled, or inside
-    DDP). between: called between micro-batches; it may raise, to end the step with nothing changed. inspect: called
-    with (parameters, the local shards of their gradients) before each update. The others as make_step's.
-    compiled: what make_step handed to torch.compile, {name: (function, options)}."""
+    """The step of every mode. train_step of main.py has its parts in the order in which they run; here `__call__` has.
+    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). between: called between
+    micro-batches; it may raise, to end the step with nothing changed. inspect: called with (parameters, the local
+    shards of their gradients) before each update. The others as make_step's.
+    compiled: what make_step handed to torch.compile, {name: (function, options)}.
+    whole_step: what runs in place of the parts in mode "step", of class OneGraph; else None. compiled_update: `update`,
+    compiled, in mode "fwdbwd" on CUDA; else None, and its parts are called."""
+
+    whole_step: Callable[..., Tensor] | None = None
+    compiled_update: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -184,7 +203,6 @@ class Step:
             )
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn = self.loss_sum
-        self.update_fn = self.update
         self.where = [shard_group(p) for p in optimizer.params]
         groups = {None if w is None else w[0].get_group(w[1]).group_name for w in self.where}
         dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
@@ -209,10 +227,12 @@ class Step:
         if self.watcher is not None:
             self.watcher(phase, grads or [])
 
-    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
+    def loss_sum(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        """tokens, targets [b, T] of a micro-batch -> its part of the loss: the sum over its labels / `labels`. The one
+        function that --compile fwdbwd compiles for forward, and with it backward."""
         if self.logits_alone and not self.chunk:
-            return self.cross_entropy(self.call(tokens, **inputs), targets) / share
-        return self.call(tokens, targets, self.chunk, **inputs) / share
+            return self.cross_entropy(self.call(tokens, **inputs), targets) / labels
+        return self.call(tokens, targets, self.chunk, **inputs) / labels
 
     def micro_batches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -243,11 +263,12 @@ class Step:
                 t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))
         return t
 
-    def share(self, targets: Tensor) -> Tensor:
-        """Labels of the global batch per rank, at least 1: what a rank divides its sum of token losses by."""
+    def labels_per_rank(self, targets: Tensor) -> Tensor:
+        """Labels of the global batch divided by ranks, at least 1 label: what a rank divides its sum of token losses
+        by. One all-reduce."""
         return self.over_ranks((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
-    def norm_of(self, grads: list[Tensor]) -> Tensor:
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
         kernels, and would clip and decide apart. The largest, and not finite if one is not."""
         norm = global_norm(self.where, grads)
@@ -258,70 +279,99 @@ class Step:
         )
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
 
-    def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
+    def refused(self, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 if a step of this loss and norm is refused: also one without labels, which would decay the weights."""
         good = (loss + norm).isfinite() & (norm > 0)  # 0: no rank had a label
         return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
 
-    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient norm, and whether the update was refused; `loss` is that of all ranks."""
-        norm = self.norm_of(grads)
-        bad = self.judge(loss, norm)
-        if self.clip:
-            grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        self.optimizer.step(grads, bad)
-        return norm, bad
+    def clipped(self, grads: list[Tensor], norm: Tensor) -> list[Tensor]:
+        """The gradients, scaled down to a global norm of `clip` if theirs is larger."""
+        if not self.clip:
+            return grads
+        return torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
 
-    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        """tokens, targets [B, T] -> the loss of the whole batch. inputs: see LanguageModel."""
-        share = self.share(targets)
-        total = 0.0
-        grads = None
-        with (
-            self.whole_weights()
-            if self.whole_weights
-            else nullcontext(self.optimizer.params) as params
-        ):
-            for x, y, more in self.micro_batches(tokens, targets, inputs):
-                self.enter("fwd")
-                loss = self.loss_fn(x, y, share, **more)
-                self.enter("bwd")
-                new = self.backward(loss, params)
-                total = total + loss.detach()
-                with torch.no_grad():  # with gradients on, to_local() is an autograd function
-                    new = [local(g) for g in new]
-                    if self.grad_accum > 1:
-                        new = [g.float() for g in new]
-                    if grads:
-                        torch._foreach_add_(grads, new)
-                    grads = grads or new
-                    del new
-        with torch.no_grad():
-            if self.whole_weights:
-                self.enter("reduce", grads)
-                grads = self.whole_weights.reduce_fn(grads)
-            if self.over_replicas:
-                self.enter("reduce", grads)
-                for i, grad in enumerate(grads):  # one by one: each may be freed
-                    grads[i] = self.over_ranks(grad, "avg", [0])
-            return self.finish(total, grads)
+    def trained_parameters(self) -> AbstractContextManager[list[Tensor]]:
+        """Inside it the model computes with the parameters that it yields, of which backward makes the gradients: with
+        accum_sync="last" they are whole, gathered here."""
+        return self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params)
+
+    def forward(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        """tokens, targets [b, T] of a micro-batch -> its part of the loss, fp32 scalar. Gathers parameters."""
+        self.enter("fwd")
+        return self.loss_fn(tokens, targets, labels, **inputs)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
+        """The gradients of `params`; where these are sharded, so are they, and averaged over ranks."""
+        self.enter("bwd")
         # .grad would cost a dispatch through DTensor per parameter.
         return torch.autograd.grad(loss, params)
 
-    def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
-        """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
+    @torch.no_grad()  # with gradients on, to_local() is an autograd function
+    def accumulate(self, grads: list[Tensor] | None, new: Sequence[Tensor]) -> list[Tensor]:
+        """The local shards of `new`, of several micro-batches in fp32, added to `grads` of those before."""
+        new = [local(g) for g in new]
+        if self.grad_accum > 1:
+            new = [g.float() for g in new]
+        if grads:
+            torch._foreach_add_(grads, new)
+        return grads or new
+
+    @torch.no_grad()
+    def reduce(self, grads: list[Tensor]) -> list[Tensor]:
+        """The local shards of the step's gradients, averaged over all ranks. Backward has done that, but for
+        accum_sync="last" (all of it is left) and "shards" (left are the replicas)."""
+        if self.whole_weights:
+            self.enter("reduce", grads)
+            grads = self.whole_weights.reduce_fn(grads)
+        if self.over_replicas:
+            self.enter("reduce", grads)
+            for i, grad in enumerate(grads):  # one by one: each may be freed
+                grads[i] = self.over_ranks(grad, "avg", [0])
         self.enter("step", grads)
         if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
-        loss = self.over_ranks(total, "avg")
-        self.grad_norm, self.bad = self.update_fn(grads, loss)
+        return grads
+
+    @torch.no_grad()
+    def average(self, loss: Tensor) -> Tensor:
+        """The mean over all ranks, the same on each."""
+        return self.over_ranks(loss, "avg")
+
+    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient norm, and whether the update was refused; `loss` is that of all ranks. What `__call__` does
+        after the last micro-batch, in one function to compile."""
+        norm = self.gradient_norm(grads)
+        refused = self.refused(loss, norm)
+        self.optimizer.step(self.clipped(grads, norm), refused)
+        return norm, refused
+
+    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        """tokens, targets [B, T] -> the loss of the whole batch, averaged over all ranks. inputs: see LanguageModel.
+        The same lines as train_step of main.py, where each has a comment; for programs with nothing to add to them."""
+        if self.whole_step is not None:
+            return self.whole_step(tokens, targets, **inputs)
+        labels = self.labels_per_rank(targets)
+        loss, grads = 0.0, None
+        with self.trained_parameters() as params:
+            for x, y, more in self.micro_batches(tokens, targets, inputs):
+                micro_loss = self.forward(x, y, labels, **more)
+                grads = self.accumulate(grads, self.backward(micro_loss, params))
+                loss = loss + micro_loss.detach()
+        grads = self.reduce(grads)
+        loss = self.average(loss)
+        with torch.no_grad():
+            if self.compiled_update is not None:
+                norm, refused = self.compiled_update(grads, loss)
+            else:
+                norm = self.gradient_norm(grads)
+                refused = self.refused(loss, norm)
+                self.optimizer.step(self.clipped(grads, norm), refused)
+        self.grad_norm, self.bad = norm, refused
         return loss
 
 
 class OneGraph(Step):
-    """`step`: forward, loss, backward, clipping and AdamW as one graph. Lazily traced: the first call compiles."""
+    """--compile step: forward, loss, backward, clipping and AdamW as one graph, compiled at the first call."""
 
     def __init__(self, *args, options=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -332,13 +382,15 @@ class OneGraph(Step):
     def whole(
         self, tokens: Tensor, targets: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss = self.loss_sum(tokens, targets, self.share(targets), **inputs)
+        labels = self.labels_per_rank(targets)
+        loss = self.loss_sum(tokens, targets, labels, **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
             loss = self.over_ranks(loss.detach(), "avg")
             return loss, *self.update(grads, loss)
 
-    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+    def whole_step(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        """tokens, targets [B, T] -> the loss of the whole batch."""
         tokens = self.marked(tokens)
         targets = self.marked(targets)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
@@ -349,10 +401,12 @@ class OneGraph(Step):
 class Replayed:
     """`--cuda-graph`: a whole step as one CUDA graph, captured after CUDA_GRAPH_WARMUP calls, then replayed without
     Python, which fills `grad_norm` and `bad` of `step` again. Shapes may not change; learning rate and step count live
-    on the device. peak_mib: of the capture; a replay allocates nothing."""
+    on the device. train_step(tokens, targets): what to capture, if it is not step itself. peak_mib: of the capture; a
+    replay allocates nothing."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, train_step: Callable[..., Tensor] | None = None):
         self.step = step
+        self.train_step = train_step or step
         self.calls = 0
         self.inputs = None
         self.graph = None
@@ -370,7 +424,7 @@ class Replayed:
             own.copy_(new)
         self.calls += 1
         if self.calls <= CUDA_GRAPH_WARMUP:
-            return self.step(*self.inputs)
+            return self.train_step(*self.inputs)
         if self.graph is None:
             self._capture()
         self.graph.replay()
@@ -385,7 +439,7 @@ class Replayed:
         torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.loss = self.step(*self.inputs)
+            self.loss = self.train_step(*self.inputs)
         self.graph = graph
         self.peak_mib = round(torch.cuda.max_memory_allocated() / 2**20, 1)
 
@@ -499,7 +553,6 @@ def make_step(
             plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__
         )
         step.loss_fn = compiled("loss", types.MethodType(own, step), options)
-        step.update_fn = (
-            torch.compile(step.update, fullgraph=True) if compiled_update else step.update
-        )
+        if compiled_update:
+            step.compiled_update = torch.compile(step.update, fullgraph=True)
     return step

@@ -4,23 +4,26 @@ import math
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from simple_fsdp import describe, units_of
 from trainer import config as flags
 from trainer import costs
 from trainer.data import Batches
 from trainer.distributed import simulated_world
+from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import grouped
 from trainer.fault_tolerance.errors import RunView
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.measuring import flops, memory, timing
+from trainer.measuring import flops, timing
+from trainer.measuring.steps import StepMeasurements
 from trainer.optimizer import Muon
-from trainer.step import Replayed, Step
+from trainer.step import Step
 
 
 class ToldRun(RunView, Protocol):
@@ -33,27 +36,25 @@ class ToldRun(RunView, Protocol):
     uncounted: str  # why there are none
     step_tokens: int | None  # of one step on one rank; None if steps differ
     batches: Batches
-    replayed: Replayed | None  # with --cuda-graph
-    timer: timing.StepTimer
+    measured: StepMeasurements
     finite: FiniteCheck
-    collectives: deque | None  # of the last step, on simulated ranks
     watchdog: Watchdog
     # eval_loss, eval_step, eval_bpb or eval_ppl, if it has been evaluated.
     evaluated: dict[str, float | int]
-    peak: dict[str, float | str]  # of memory, before the last evaluation
-    told: dict[str, Any]  # more for the row
-    first_step_s: float | None
-    first_step_cpu_s: float | None
-    first_step_mib: float | None
+    extra_columns: dict[str, Any]  # more for the row
 
 
-def _peak(run: ToldRun) -> dict[str, float | str]:
-    """Memory at its peak so far, as a row has it."""
-    found = memory.highest(run.peak, memory.peak(run.device))
-    # Since it was captured nothing was allocated.
-    if run.replayed is not None and run.replayed.peak_mib:
-        found["peak_alloc_mib"] = max(run.replayed.peak_mib, found["peak_alloc_mib"])
-    return found
+def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
+    """What must be the same on all ranks of a run, by name. Rank 0 alone writes results and tells W&B, and a folder of
+    traces may be one on each host."""
+    own = "results", "wandb", "wandb_group", "wandb_tags"
+    shared = {flag(name): value for name, value in config.flat().items() if name not in own}
+    return shared | {
+        "--profile": config.profile is not None,
+        "torch": torch.__version__,
+        "the code (a checksum)": timing.code_digest(),
+        "data": (data.description, data.fingerprint),
+    }
 
 
 def figures(run: ToldRun, ms: float) -> dict[str, float]:
@@ -65,24 +66,25 @@ def figures(run: ToldRun, ms: float) -> dict[str, float]:
     found = dict(mfu=mfu)
     if run.step_tokens is not None:
         found |= dict(
-            tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3
+            tokens=run.batches.sample * run.config.seqlen,
+            tok_s=run.world * run.step_tokens / ms * 1e3,
         )
     return {
         name: value
-        for name, value in (found | _peak(run)).items()
+        for name, value in (found | run.measured.peak()).items()
         if isinstance(value, int | float)
     }
 
 
 def row(run: ToldRun, outcome: str) -> dict:
     """The row of a run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
-    c = run.c
-    stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
+    c = run.config
+    stats = timing.stats(run.measured.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
     tok_s = (
         run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
     )
-    compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
+    compiled = c.compile != "none" and run.measured.first_step_s is not None and seconds is not None
     shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
     row = (
         run.environment
@@ -95,21 +97,23 @@ def row(run: ToldRun, outcome: str) -> dict:
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
     row |= dict(
         resumed_after=run.first or None,
-        compile_s=round(run.first_step_s - seconds, 2) if compiled else None,
+        compile_s=round(run.measured.first_step_s - seconds, 2) if compiled else None,
     )
     row["first_step_cpu_s"] = (
-        round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
+        round(run.measured.first_step_cpu_s, 2)
+        if run.measured.first_step_cpu_s is not None
+        else None
     )
     row |= (
         dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split())
         | run.evaluated
     )
-    row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
+    row |= run.measured.peak() | dict(first_step_peak_mib=run.measured.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
-    if run.collectives is not None:
-        row["collectives"] = simulated_world.summary(run.collectives)
+    if run.measured.collectives is not None:
+        row["collectives"] = simulated_world.summary(run.measured.collectives)
     peak = costs.device_peak(row["device"])
-    row |= run.told
+    row |= run.extra_columns
     return (
         row
         | flops.utilisation(run.flops, seconds, peak)
@@ -132,7 +136,7 @@ ASIDE = dict(
 
 def doing(run: ToldRun, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
-    c = run.c
+    c = run.config
     dog = run.watchdog
     began = []
     first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (
@@ -195,7 +199,7 @@ def units_in_words(rows: list, units: list[str]) -> str:
 
 def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
-    c = run.c
+    c = run.config
     env = run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))

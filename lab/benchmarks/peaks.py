@@ -50,14 +50,13 @@ def published() -> Iterator[None]:
     """Inside it steps are built as the published runs were, see above."""
     wrap = parallelize.wrap
 
-    def wrapped(model, c, device, world):
-        mesh = wrap(model, c, device, world)
+    def wrapped(model, c, mesh):
+        wrap(model, c, mesh)
         regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
         for name, m in model.named_modules():
             if hasattr(m, "_gather_policy") and not regions & set(name.split(".")):
                 # Its dtypes, and whether it reshards after forward.
                 m._gather_policy = m._gather_policy._replace(reshard_after_forward=False)
-        return mesh
 
     def loss(logits, targets):
         return F.cross_entropy(

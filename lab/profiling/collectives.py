@@ -52,7 +52,7 @@ import overlap
 from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.parallelize import build, compile_options, reference_model, wrap
+from trainer.parallelize import build, compile_options, make_mesh, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
 # What runs once per micro-batch; block: and once per block.
@@ -325,7 +325,7 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
         raise ValueError(
             f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)"
         ) from e
-    wrap(model, c, torch.device("cpu"), world)
+    wrap(model, c, make_mesh(c, torch.device("cpu"), world))
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
     options = compile_options(c)

@@ -96,12 +96,10 @@ class Part:
         """tokens, targets [B, T] -> the loss."""
         if self.part == "step":
             return self.step(tokens, targets)
-        share = self.step.share(targets)
-        self.step.enter("fwd")
+        labels = self.step.labels_per_rank(targets)
         with torch.set_grad_enabled(self.part != "inference"):
-            loss = self.step.loss_fn(tokens, targets, share)
+            loss = self.step.forward(tokens, targets, labels)
         if self.part == "forward + backward":
-            self.step.enter("bwd")
             self.step.backward(loss, self.optimizer.params)
         return loss.detach()
 

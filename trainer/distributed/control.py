@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from contextlib import suppress
 from typing import Any
 
@@ -74,6 +75,13 @@ def agree(facts: dict[str, Any], group: Group) -> None:
         raise Desync(
             f"ranks differ in {'; '.join(lines[:3])}{more}; start all ranks with the same command and files"
         )
+
+
+def agree_on_weights(model: torch.nn.Module, device: torch.device, group: Group) -> None:
+    """Desync where ranks have drawn other initial values, or hold other parameters. Collective, as `agree`."""
+    facts = {name: ([*p.shape], str(p.dtype)) for name, p in model.named_parameters()}
+    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    agree(facts | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, group)
 
 
 class Signals:

@@ -51,12 +51,12 @@ KINDS = (  # type, exit code, whether all ranks raise it together
 
 
 class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how it ended
-    c: Config
+    config: Config
     device: torch.device
     rank: int
     first: int  # steps of earlier runs, from which this one resumed
     state: TrainState
-    step: Step | None  # None until Run.take
+    step: Step | None  # None until Run.attach_step
 
 
 def ended_by(
@@ -95,8 +95,8 @@ def outcome_of(
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
         saved = (
-            f"saved in {run.c.save}: the same command goes on"
-            if run.c.save
+            f"saved in {run.config.save}: the same command goes on"
+            if run.config.save
             else "nothing is saved without --save"
         )
         saved = saved if run.state.step > run.first else "there is nothing to save"

@@ -160,7 +160,7 @@ def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
     return copy
 
 
-def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> None:
+def report_model(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> None:
     """Checks the model with the weights that it now has. Says what the reader should know of it and of the data."""
     if not c.random:  # else it has been done
         model.look(device)
@@ -192,12 +192,12 @@ def has_exported(run: Run, c: Config) -> bool:
     """Whether this run, which has no steps left, wrote --export, as rank 0 sees it. Refused on all ranks where it has
     some, in the end of which --export would be in the way."""
 
-    def look() -> bool:
+    def written() -> bool:
         if not run.done and os.path.lexists(c.export):
             raise Refused(f"--export {c.export}: is there already; name a new folder")
         return was_exported(c)
 
-    return c.export is not None and on_rank_0(look, run.group)
+    return c.export is not None and on_rank_0(written, run.group)
 
 
 def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:

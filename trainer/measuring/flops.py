@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.costs import causal_keys
+from trainer.config import Config
+from trainer.costs import causal_keys, flops_per_token
 
 
 class Flops(NamedTuple):
@@ -63,6 +64,29 @@ def count(model: nn.Module, seqlen: int) -> Flops:
     linear = float(weights)
     pair = float(pair)
     return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
+
+
+def of_step(config: Config, model: nn.Module | None) -> tuple[dict[str, float], str]:
+    """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
+    "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more. model: on
+    meta; None where batches differ."""
+    if model is None:
+        return {}, "FLOPs are not counted, MFU and tok/s are n/a: batches differ in length"
+    try:
+        counted = count(model, config.seqlen)
+    except ValueError as error:
+        return {}, f"FLOPs are not counted, MFU is n/a: {error}"
+    per_token = dict(causal=counted.causal, palm=counted.palm)
+    shape = getattr(model, "config", None)
+    odd = (
+        shape is None
+        or shape.sdpa == "math"
+        or (config.mlp, config.remat, config.compile) == ("lean", "block", "none")
+    )
+    if not odd and counted.causal == flops_per_token(shape, config.seqlen):
+        per_token["hardware"] = flops_per_token(shape, config.seqlen, "hardware")
+    tokens = config.batch * config.grad_accum * config.seqlen
+    return {kind: flops * tokens for kind, flops in per_token.items()}, ""
 
 
 def utilisation(

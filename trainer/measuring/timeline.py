@@ -420,10 +420,16 @@ def before(
 
 
 def watch(
-    c: Config, step: Step, tokens: Tensor, targets: Tensor, snapshot: str | None = None
+    c: Config,
+    step: Step,
+    tokens: Tensor,
+    targets: Tensor,
+    snapshot: str | None = None,
+    train_step: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Timeline, list[str]]:
     """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know).
-    snapshot: where a step on CUDA leaves what its allocator did, a path that the notes end with."""
+    snapshot: where a step on CUDA leaves what its allocator did, a path that the notes end with. train_step: what runs
+    `step`, if it is not called itself."""
     base, known = before(step, tokens, targets)
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats(tokens.device)
@@ -435,7 +441,7 @@ def watch(
         record as written,
         _observed(step) as seen,
     ):
-        loss = step(tokens, targets)
+        loss = (train_step or step)(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(
         profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes

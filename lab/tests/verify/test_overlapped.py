@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from machine import REFERENCE
 
-from trainer.run import PROFILED
+from trainer.measuring.steps import PROFILED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
