@@ -235,7 +235,7 @@ def test_what_one_rank_has_all_refuse(on_two_ranks):
 
 def planted(monkeypatch, steps, factor=NAN):
     """Multiplies the loss of these steps (from 1)."""
-    took = main.Run.take
+    took = main.Run.attach_step
     count = itertools.count(1)
 
     def plant(run, step):
@@ -243,7 +243,7 @@ def planted(monkeypatch, steps, factor=NAN):
         loss_fn = step.loss_fn
         step.loss_fn = lambda *batch: loss_fn(*batch) * (factor if next(count) in steps else 1.0)
 
-    monkeypatch.setattr(main.Run, "take", plant)
+    monkeypatch.setattr(main.Run, "attach_step", plant)
 
 
 def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(
