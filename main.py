@@ -83,15 +83,13 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
         if step.compiled_update is not None:
             norm, refused = step.compiled_update(grads, loss)
         else:
-            norm = step.gradient_norm(
-                grads
-            )  # of the whole gradient: an all-reduce of the shards' squares
+            # Of the whole gradient: an all-reduce of the shards' squares.
+            norm = step.gradient_norm(grads)
             # 1.0 if loss or norm is not finite, or the norm above --norm-limit; else 0.0. It stays on the device, where
             # the optimizer reads it: refused, it changes nothing, to the bit.
             refused = step.refused(loss, norm)
-            step.optimizer.step(
-                step.clipped(grads, norm), refused
-            )  # --clip; then each rank updates its shards
+            # --clip; then each rank updates its shards.
+            step.optimizer.step(step.clipped(grads, norm), refused)
     # For the log, and for what --nonfinite does about a refusal.
     step.grad_norm, step.bad = norm, refused
     return loss
