@@ -184,7 +184,7 @@ class Tape:
         under_way = []
         for start in inside:
             op = self.ops[start]
-            for what, name, kind, *_ in (w for w in op.work if w[0] == "start"):
+            for _, name, kind, *_ in (w for w in op.work if w[0] == "start"):
                 gather = kind == "all_gather"
                 held = [m.name for m in op.makes] + list(op.reads) * (not gather)
                 size = sum(lives[each].make.nbytes for each in held)

@@ -87,20 +87,37 @@ def test_the_planner_recomputes_the_blocks_that_the_model_does(ratio):
         assert [remat_of(c, i) for i in range(depth)] == [c.remat_of(i) for i in range(depth)]
 
 
-def test_a_dead_buffer_waits_for_one_of_its_size_if_that_costs_nothing():
-    def tape(reuse: bool) -> Tape:
-        t = Tape(reuse)
-        t.op("forward", [], [Make("kept", 4096)])
-        t.graph()
-        t.op("a", [], [Make("one", 1024)])
-        t.op("b", ["one"], [Make("own", 512, own=True)])
-        t.op("c", ["own", "kept"], [])
-        t.op("d", [], [Make("two", 1024)])
-        t.op("e", ["two"], [])
-        return t
+def test_a_kernel_writes_over_an_input_that_dies_with_it():
+    def peak(**how) -> float:
+        t = Tape()
+        t.op("a", [], [Make("one", 1024, dtype="bf16")])
+        t.op("b", ["one"], [Make("two", 1024, dtype=how.pop("dtype", "bf16"))], **how)
+        t.op("c", ["two", *["one"] * (how == {})], [])
+        return t.peak().nbytes
 
-    assert tape(True).levels()[0][3] == 4096 + 512 + 0  # the estimate allows no more than what forward kept
-    assert tape(True).peak().nbytes == tape(False).peak().nbytes == 4096 + 1024 + 512
+    assert peak(over=True) == 1024
+    assert peak(over=True, dtype="fp32") == peak(over=False) == peak() == 2048
+
+
+def held(kind: str, size: float) -> list[str]:
+    """The operations of a graph, in order, whose largest products are b and c and whose collective gave way if it
+    does."""
+    t = Tape()
+    reads = ["bucket"] * (kind != "all_gather")
+    t.op("bucket", [], [Make("bucket", size)])
+    t.op("start", ["bucket"], [Make("sent", size)], work=(("start", "x", kind, size),))
+    for name, nbytes in zip("abcde", (2**20, 2**20, 2**24, 2**20, 2**20), strict=True):
+        t.op(name, [], [Make(name, nbytes)], work=(("mm", 1, 1, 1),))
+    t.op("wait", ["sent", *reads], work=(("wait", "x"),))
+    t.give_way(1)
+    return [op.where for op in t.ops]
+
+
+def test_a_small_collective_gives_way_at_the_peak_and_a_large_one_does_not():
+    names = "bucket start a b c d e wait".split()
+    assert held("all_gather", 2**19) == "a b c bucket start d e wait".split()
+    assert held("reduce_scatter", 2**19) == "bucket start a b wait c d e".split()
+    assert held("all_reduce", 2**19) == held("all_gather", 2**23) == held("reduce_scatter", 2**23) == names
 
 
 def test_peaks_of_generated_code():
@@ -112,7 +129,7 @@ def test_peaks_of_generated_code():
 
 
 def test_the_error_of_a_peak_is_what_the_drawn_settings_say():
-    drawn = [each for name in planner.PEAKS[:3] for each in planner.simulated(ROOT / "results" / name)]
+    drawn = [each for name in planner.PEAKS[:1] for each in planner.simulated(ROOT / "results" / name)]
     errors = sorted(100 * abs(each.error) for each in drawn)
     assert (round(errors[len(errors) // 2], 2), round(errors[-1], 1), len(errors)) == report.PEAK_ERROR
 
