@@ -519,7 +519,7 @@ def step_peak(
     a = a or reference(c)
     peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
     return (
-        max(peak, muon_peak(c, ranks, a, arch), dtype=lambda each: each.nbytes) if muon(c) else peak
+        max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
     )
 
 
@@ -538,5 +538,5 @@ def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     return Peak(
         sum(pieces.values()),
         "Muon's update",
-        dict(sorted(pieces.items(), dtype=lambda each: -each[1])),
+        dict(sorted(pieces.items(), key=lambda each: -each[1])),
     )

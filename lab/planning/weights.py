@@ -60,7 +60,8 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
         ALLOWANCE: CUBLAS_MIB[arch] * 2**20,
     }
     if c.accum_sync == "last":
-        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
+        # What the gather filled stays beside the weights that are cut from it.
+        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters * (1 + (shards > 1))}
         shards = 1
     return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
 
