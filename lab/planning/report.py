@@ -8,7 +8,7 @@ from trainer.distributed.terminal import grouped
 
 # Percent, percent, rows of all drawn settings: see lab.benchmarks.planner.PEAKS.
 PEAK_ERROR = 0.01, 2.7, 36
-GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
+GATED_ERROR = 5.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
 RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl, from before a backward was ordered
     "compiled, one rank": (1.05, 1.08, 15),
     "compiled, several ranks": (1.11, 1.26, 13),
