@@ -244,7 +244,8 @@ def fit_of_qwen() -> dict[tuple[int, int], float]:
 
 def test_the_published_table_of_what_fits(tmp_path):
     """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, and two within
-    two, since theirs is Inductor's own order, for 4096 tokens (not published), logits kept in fp32, and 5 GiB that are not the step's."""
+    two, since theirs is Inductor's own order, for 4096 tokens (not published), logits kept in fp32, and 5 GiB that are
+    not the step's."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
     q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
     limit = q.gpu.memory - 5 * 2**30
