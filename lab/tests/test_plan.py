@@ -259,7 +259,7 @@ def test_the_published_table_of_what_fits(tmp_path):
             assert fits(ranks, micro, min(ratio + 0.05, 1)), (ranks, micro)
             below = {(8, 4): 0.15, (16, 4): 0.25}.get((ranks, micro), 0.1)
             assert ratio < below or not fits(ranks, micro, ratio - below), (ranks, micro)
-    assert not fits(4, 4, 0.6)  # where the table says 0.5
+    assert not fits(4, 4, 0.5)  # as the table says
 
 
 def test_a_cell_of_the_published_table_contradicts_others():
