@@ -243,8 +243,8 @@ def fit_of_qwen() -> dict[tuple[int, int], float]:
 
 
 def test_the_published_table_of_what_fits(tmp_path):
-    """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, for 4096 tokens
-    (not published), logits kept in fp32, and 5 GiB that are not the step's. Ours may need less, since theirs is
+    """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, for 4096
+    tokens (not published), logits kept in fp32, and 5 GiB that are not the step's. Ours may need less, since theirs is
     Inductor's own order: two cells by up to four steps."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
     q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
