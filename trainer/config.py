@@ -124,8 +124,9 @@ class Optimization:
     """Decay of Adam's mean of gradients."""
     adam_beta2: float = 0.95
     """Decay of Adam's mean of squared gradients."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: that of muon.py for the matrices in blocks; AdamW updates embedding, head and vectors."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw8bit: AdamW of torchao, both moments in 8 bits. muon: that of muon.py for the matrices in blocks; AdamW
+    updates embedding, head and vectors."""
     muon_lr: Annotated[float | None, default("that of --lr", "FLOAT")] = None
     """Peak learning rate of Muon, which follows the schedule of --lr."""
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
@@ -437,6 +438,9 @@ def step_misfits(c: Config) -> list[tuple]:
          verbose=c.verbose > 1), "needs CUDA, and has no moment for the host in a step; leave one of them out"),
         ("compile", c.compile == "step" and dict(grad_accum=c.grad_accum > 1, accum_sync=c.accum_sync != "every",
          verbose=c.verbose > 1), "is one graph of one micro-batch, which gives no gradients; use --compile fwdbwd"),
+        ("optimizer", c.optimizer == "adamw8bit" and dict(compile=c.compile == "step", cuda_graph=c.cuda_graph,
+         adam_dtype=c.adam_dtype != "fp32"),
+         "torchao compiles its update itself, and the host reads whether a step is refused; leave the other flag out"),
         ("accum_sync", c.accum_sync == "shards" and c.mode != "hybrid_shard", "shards needs --mode hybrid_shard"),
         ("attn", cpu and c.attn in ("flex", "cudnn", "efficient"),
          "needs CUDA to train; use auto, flash or math on a CPU"),

@@ -151,6 +151,88 @@ class AdamW:
         torch._foreach_sub_(p, update)
 
 
+class AdamW8bit:
+    """AdamW of torchao (Dettmers et al. 2021), used as AdamW is: moments are codes of 8 bits, with a scale for each
+    BLOCK of them. Blocks never cross rows, so that shards of whole rows have the same codes for every number of ranks;
+    parameters whose rows are no multiple of BLOCK, and small ones, have moments in fp32. The host waits for `bad`.
+    compiled: torchao compiles the update of each shape; else it is computed eagerly, one parameter at a time.
+    ValueError where torchao is not installed."""
+
+    BLOCK = 256
+    SMALLEST = 4096  # elements of the whole parameter, as torchao counts them
+
+    def __init__(self, params, lr, betas=(0.9, 0.95), weight_decay=0.1, compiled=True):
+        try:
+            from torchao.optim import AdamW8bit as Theirs
+        except ImportError as e:
+            raise ValueError(
+                "--optimizer adamw8bit: needs torchao; pip install -e '.[lowbit]'"
+            ) from e
+
+        class Optimizer(Theirs):
+            def _new_buffer(buffers, p, signed):
+                if p in self.in_8_bits and p.numel():
+                    return buffers._subclass_zeros(p, signed, self.BLOCK)
+                return torch.zeros_like(p)
+
+        params = [p for p in params if p.requires_grad]
+        self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
+        self.decaying = sum(p.ndim >= 2 for p in params)
+        # Plain tensors, on which torchao knows nothing of ranks; one without rows has nothing to update.
+        self.shards = [local(p.detach()) for p in self.params]
+        self.in_8_bits = {
+            shard
+            for p, shard in zip(self.params, self.shards, strict=True)
+            if p.numel() >= self.SMALLEST and math.prod(p.shape[1:]) % self.BLOCK == 0
+        }
+        device = self.shards[0].device
+        self.t = torch.zeros((), device=device)
+        self.lr = torch.tensor(float(lr), device=device)
+        self.foreach = False  # of torch.compile's form, which AdamW has
+        self.stance = "default" if compiled else "force_eager"
+        how = dict(lr=self.lr, betas=betas, block_size=self.BLOCK)
+        groups = [
+            dict(params=self.shards[: self.decaying], weight_decay=weight_decay),
+            dict(params=self.shards[self.decaying :], weight_decay=0.0),
+        ]
+        self.theirs = Optimizer([group for group in groups if group["params"]], **how)
+        for shard in self.shards:  # before the first step: a checkpoint fills them
+            self.theirs.state[shard] = dict(
+                step=torch.zeros((), device=device),
+                exp_avg=self.theirs._new_buffer(shard, True),
+                exp_avg_sq=self.theirs._new_buffer(shard, False),
+            )
+
+    def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """As AdamW's. Of one in 8 bits the codes, and as kinds "m_scale" and "v_scale" the scales, by rows."""
+        for p, shard in zip(self.params, self.shards, strict=True):
+            state = self.theirs.state[shard]
+            for kind, moment in (("m", state["exp_avg"]), ("v", state["exp_avg_sq"])):
+                if shard not in self.in_8_bits:
+                    yield kind, p, moment
+                    continue
+                # What has no rows has no codes either, but their dtype and shape, which ranks must agree on.
+                codes, scale = (
+                    (moment.codes, moment.scale) if shard.numel() else (moment.byte(), moment)
+                )
+                yield kind, p, codes
+                scales = math.prod(p.shape[1:]) // self.BLOCK
+                yield f"{kind}_scale", p, scale.reshape(len(shard), scales)
+
+    @torch.no_grad()
+    def step(self, grads: list[Tensor], bad: Tensor) -> None:
+        """As AdamW's."""
+        if bad:
+            return
+        for shard, grad in zip(self.shards, grads, strict=True):
+            self.theirs.state[shard]["step"].copy_(self.t)  # a resumed run has only loaded t
+            shard.grad = grad if shard.numel() else None
+        with torch.compiler.set_stance(self.stance):
+            self.theirs.step()
+        self.t += 1
+        self.theirs.zero_grad()
+
+
 class Muon:
     """Muon for the matrices that muon.groups_of names, AdamW for the rest; used as AdamW is. lr: AdamW's; Muon's is
     always `ratio` times that. replicas: see muon.Muon. how: hyperparameters of muon.muon. adamw: arguments of AdamW;

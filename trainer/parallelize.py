@@ -27,7 +27,7 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.costs import NEWTON_SCHULZ_STEPS
-from trainer.optimizer import AdamW, Muon, local
+from trainer.optimizer import AdamW, AdamW8bit, Muon, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
 
@@ -167,8 +167,10 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None) -> AdamW | Muon:
-    """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train."""
+def make_optimizer(
+    c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None
+) -> AdamW | AdamW8bit | Muon:
+    """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train, and without torchao."""
     adamw = dict(
         betas=(c.adam_beta1, c.adam_beta2),
         weight_decay=c.weight_decay,
@@ -176,6 +178,9 @@ def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | No
     )
     if c.optimizer == "adamw":
         return AdamW(model.parameters(), c.lr, **adamw)
+    if c.optimizer == "adamw8bit":
+        del adamw["moment_dtype"]
+        return AdamW8bit(model.parameters(), c.lr, compiled=c.compile != "none", **adamw)
     how = dict(
         weight_decay=c.weight_decay,
         momentum=0.95,
@@ -234,7 +239,8 @@ def training_step(
     )
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
-    how = dict(ahead=c.ahead, compiled_update=compiled_update)
+    own = c.optimizer == "adamw8bit"  # torchao compiles its update itself
+    how = dict(ahead=c.ahead, compiled_update=False if own else compiled_update)
     return make_step(c.compile, model, optimizer, **how, **kwargs)
 
 

@@ -39,6 +39,7 @@ from trainer.distributed.control import Group
 from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
 
+KINDS = ("m", "v", "m_scale", "v_scale")  # of moments, as optimizers name them
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
@@ -60,7 +61,7 @@ FIXED = {
     "--effective-batch": "--grad-accum follows from it and the number of ranks",
 }
 # All that `.metadata` may name.
-ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {
+ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16", "uint8")} | {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(
@@ -453,6 +454,8 @@ def tensors(step: Step) -> dict[str, Tensor]:
     for kind, p, moment in optimizer.moments():
         if isinstance(p, DTensor):
             how = dict(run_check=False, shape=p.shape, stride=p.stride())
+            if kind.endswith("_scale"):  # of moments in 8 bits: it has the parameter's rows
+                how |= dict(shape=(len(p), *moment.shape[1:]), stride=(moment.shape[1], 1))
             moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
         state[f"{kind}.{names[id(p)]}"] = moment
     return state
@@ -495,7 +498,7 @@ def parameters(found: Found) -> dict[str, Tensor]:
     own = [
         name
         for name in saved
-        if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)
+        if name != "t" and not (name.partition(".")[0] in KINDS and name.partition(".")[2] in saved)
     ]
     return {
         name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta")
