@@ -3,7 +3,6 @@
 from lab.planning import hardware, search
 from lab.planning.schedule import Step
 from lab.planning.search import Answer, Cell, Question
-from trainer.costs import muon
 from trainer.distributed.terminal import grouped
 
 # Percent, percent, rows of all drawn settings: see lab.benchmarks.planner.PEAKS.
@@ -50,8 +49,8 @@ def unlike(q: Question) -> list[str]:
         found.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
         found.append("this architecture: only dense blocks with full attention were checked")
-    if getattr(q.c, "lora", 0) or muon(q.c):
-        found.append("LoRA and Muon: no run with either is published here")
+    if getattr(q.c, "lora", 0) or getattr(q.c, "optimizer", "adamw") != "adamw":
+        found.append("LoRA, Muon and adamw8bit: no run with any is published here")
     if many := of_one_node(q):
         found.append(
             f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes"
@@ -272,7 +271,7 @@ def peak_error(q: Question) -> str:
         getattr(c, "remat_ops", False),
         getattr(c, "logits", "auto") == "fp32",
         getattr(c, "master_dtype", "fp32") != "fp32",
-        muon(c),
+        getattr(c, "optimizer", "adamw") != "adamw",
         q.a.experts,
         q.a.note,
     ]

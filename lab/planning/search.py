@@ -27,7 +27,7 @@ from lab.planning.schedule import Step, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from lab.report.runs import front
 from trainer import config as flags
-from trainer.costs import Architecture, Link, link, muon, reference
+from trainer.costs import Architecture, Link, link, reference
 from trainer.distributed.command_line import as_given, flag, parse_known
 from trainer.distributed.terminal import fail
 
@@ -139,7 +139,7 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
         return "--remat-ops: is for --remat block, without --remat-core"
     lora = getattr(c, "lora", 0)
-    if lora and (c.mlp == "lean" or muon(c)):
+    if lora and (c.mlp == "lean" or getattr(c, "optimizer", "adamw") != "adamw"):
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
     if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:
         return f"--lora-targets {' '.join(c.lora_targets)}: adapters are planned beside all linear layers; leave it out"

@@ -67,8 +67,11 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
 
 
 def moment_bytes(c, a: Architecture) -> int:
-    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's."""
+    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's. In 8 bits
+    with a scale in fp32 for each 256."""
     moments = 2 * trained(c, a) - muon(c) * a.hidden_parameters
+    if getattr(c, "optimizer", "adamw") == "adamw8bit":
+        return moments + 4 * moments // 256
     return SIZE[c.adam_dtype] * moments
 
 

@@ -376,6 +376,11 @@ def simulated(
         ),
         ("--deterministic", c.deterministic, "is not simulated; leave it out"),
         (
+            "--optimizer adamw8bit",
+            c.optimizer == "adamw8bit",
+            "its update reads a value, which nothing has here; use adamw",
+        ),
+        (
             f"--attn {c.attn}",
             arch and c.param_dtype == "fp32" and c.attn in ("cudnn", "flash"),
             "needs bf16 or fp16",

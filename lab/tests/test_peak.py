@@ -206,6 +206,7 @@ def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed(tmp_path):
 @pytest.mark.parametrize("words, said", [
     ("--device cpu --wrapper ddp --compile none", "--wrapper ddp: its reducer needs memory"),
     ("--attn flash --param-dtype fp32", "--attn flash"),
+    ("--optimizer adamw8bit", "--optimizer adamw8bit: its update reads a value"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated_is_refused_in_one_line(words, said):
     done = module("lab.profiling.peak", *words.split())

@@ -87,6 +87,14 @@ def test_the_planner_recomputes_the_blocks_that_the_model_does(ratio):
         assert [remat_of(c, i) for i in range(depth)] == [c.remat_of(i) for i in range(depth)]
 
 
+def test_moments_in_8_bits_take_a_quarter_and_their_scales():
+    def moments(*words: str) -> float:
+        q = question("--block", "gelu", *words, ranks=8)
+        return q.peak().pieces["Adam's moments"]
+
+    assert moments("--optimizer", "adamw8bit") == moments() / 4 * (1 + 4 / 256)
+
+
 def test_a_kernel_writes_over_an_input_that_dies_with_it():
     def peak(**how) -> float:
         t = Tape()
