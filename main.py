@@ -71,11 +71,12 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
             # --compile fwdbwd: one graph of `Step.loss_sum`, of which the compiler makes backward as another.
             micro_loss = step.forward(x, y, labels, **more)
             # The gradients, sharded as the parameters are: each block's are reduced, and so averaged over ranks,
-            # as soon as they are there. Summed over micro-batches in fp32.
+            # as soon as they are there. Summed over micro-batches in fp32 (FSDP2 and DDP: in .grad).
             grads = step.accumulate(grads, step.backward(micro_loss, params))
             loss = loss + micro_loss.detach()
 
-    # What --accum-sync has left to reduce at the end, usually nothing. Then grads are those of the whole batch.
+    # What --accum-sync has left to reduce at the end, usually nothing; under FSDP2 and DDP: taken from .grad.
+    # Then grads are those of the whole batch.
     grads = step.reduce(grads)
     loss = step.average(loss)
     with torch.no_grad():

@@ -5,6 +5,7 @@ check(config, world)            # on each rank: ValueError
 never_run(torch.__version__)    # a line for a torch that is not in TORCH
 """
 
+import importlib.util
 import os
 import re
 from bisect import bisect_right
@@ -86,6 +87,8 @@ def check_at_once(c: flags.Config, world: int) -> None:
         "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
     )
     try:
+        if c.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+            raise ValueError("--optimizer adamw8bit: needs torchao; pip install -e '.[lowbit]'")
         check_apart(c, [*inputs(c.data), *filter(None, [c.init])])
         check(flags.filled(c, device).on(c.world or world), world)
         seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())

@@ -328,6 +328,13 @@ def kept_per_block(c, remat: str | None = None) -> float:
     return attention + mlp
 
 
+def moment_size(c) -> float:
+    """Bytes of one of Adam's moments of a parameter; in 8 bits there is a scale in fp32 for each 256."""
+    if getattr(c, "optimizer", "adamw") == "adamw8bit":
+        return 1 + 4 / 256
+    return {"fp32": 4, "bf16": 2}[c.adam_dtype]
+
+
 def step_bytes(c, ranks: int, batch: int) -> float:
     """About what a training step of resolved flags holds on one of `ranks` at its peak, with `batch` sequences at once:
     weights and Adam's moments, and whichever is more, what is kept for backward and the logits, or the gradients."""
@@ -341,4 +348,4 @@ def step_bytes(c, ranks: int, batch: int) -> float:
     kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
     kept *= c.depth * tokens * c.width * width
     logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk)) * width
-    return own * (4 + 2 * size[c.adam_dtype]) + max(kept + logits, 4 * own)
+    return own * (4 + 2 * moment_size(c)) + max(kept + logits, 4 * own)

@@ -301,7 +301,8 @@ class Step:
         return self.loss_fn(tokens, targets, labels, **inputs)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
-        """The gradients of `params`; where these are sharded, so are they, and averaged over ranks."""
+        """The gradients of `params`; where these are sharded, so are they, and averaged over ranks
+        (accum_sync="shards": over those of a shard group)."""
         self.enter("bwd")
         # .grad would cost a dispatch through DTensor per parameter.
         return torch.autograd.grad(loss, params)
@@ -319,7 +320,8 @@ class Step:
     @torch.no_grad()
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """The local shards of the step's gradients, averaged over all ranks. Backward has done that, but for
-        accum_sync="last" (all of it is left) and "shards" (left are the replicas)."""
+        accum_sync="last" (all of it is left) and "shards" (left are the replicas). In every mode the phase "step"
+        begins here, and `inspect` sees the gradients."""
         if self.whole_weights:
             self.enter("reduce", grads)
             grads = self.whole_weights.reduce_fn(grads)
@@ -339,7 +341,7 @@ class Step:
 
     def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm, and whether the update was refused; `loss` is that of all ranks. What `__call__` does
-        after the last micro-batch, in one function to compile."""
+        after the average of the loss, in one function to compile."""
         norm = self.gradient_norm(grads)
         refused = self.refused(loss, norm)
         self.optimizer.step(self.clipped(grads, norm), refused)

@@ -139,6 +139,13 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
         return "--remat-ops: is for --remat block, without --remat-core"
     lora = getattr(c, "lora", 0)
+    if getattr(c, "optimizer", "adamw") == "adamw8bit":
+        if c.adam_dtype != "fp32":
+            return "--adam-dtype bf16: not with --optimizer adamw8bit; leave one of them out"
+        if uneven := [size for size in (a.width, a.hidden, a.heads * a.head_dim) if size % 256]:
+            return (
+                f"--optimizer adamw8bit: planned where rows are a multiple of 256, not {uneven[0]}"
+            )
     if lora and (c.mlp == "lean" or getattr(c, "optimizer", "adamw") != "adamw"):
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
     if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:

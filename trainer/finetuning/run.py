@@ -12,6 +12,7 @@ from trainer.attention import DTYPES
 from trainer.checkpoint.load import on_rank_0, say
 from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
+from trainer.costs import moment_size
 from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
@@ -140,7 +141,7 @@ def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
         width = size[c.param_dtype]
         logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk))
         kept = (c.depth * c.width * tokens + logits) * width
-        own = frozen + trained * (4 + 2 * size[c.adam_dtype])
+        own = frozen + trained * (4 + 2 * moment_size(c))
         return own / sharded + max(kept, 4 * trained / sharded)
 
     check_fits(c, *ranks_here(c, world), step_bytes, shape=())
