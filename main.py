@@ -7,8 +7,9 @@ A run reads from top to bottom: `main` makes model, step and data of the flags, 
 of it a method of `Step` in trainer/step.py. What surrounds it (signals, hanging ranks, checkpoints, the log, the row)
 is `run`, of trainer/run.py.
 
-Where to add what: a second loss term in `cross_entropy` of model.py (a sum over tokens), an optimizer as a subclass of
-AdamW in trainer/optimizer.py with a `step` of its own, made in `make_optimizer` of trainer/parallelize.py, a schedule
+Where to add what: a second loss term of logits and targets in `cross_entropy` of model.py (a sum over tokens; it counts
+in evaluation, too, and --loss chunked does not call it), an optimizer in trainer/optimizer.py, used as AdamW is there
+(params, lr, t, moments, step), made in `make_optimizer` of trainer/parallelize.py, a schedule
 in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py, where the flags are), a figure of
 each logged step as `run.log_step(k, loss, lr, name=value)`, a column of the row as
 `run.extra_columns["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
@@ -54,7 +55,7 @@ from trainer.step import Step
 def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
     """One optimizer step. tokens, targets [B, T] -> the loss of the whole batch, averaged over all ranks. inputs: more
     of the batch by name, which model.py has none of."""
-    # --compile step: everything below is one graph, `OneGraph.whole` of trainer/step.py.
+    # --compile step: nothing below runs. `OneGraph.whole` of trainer/step.py does all of it in one graph.
     if step.whole_step is not None:
         return step.whole_step(tokens, targets, **inputs)
 
@@ -80,14 +81,16 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     grads = step.reduce(grads)
     loss = step.average(loss)
     with torch.no_grad():
-        # --compile fwdbwd on CUDA: the other lines as one graph, `Step.update`.
+        # On CUDA with --compile fwdbwd the lines below `else` do not run: `Step.update` of trainer/step.py, compiled,
+        # does the same. Who changes one changes both.
         if step.compiled_update is not None:
             norm, refused = step.compiled_update(grads, loss)
         else:
             # Of the whole gradient: an all-reduce of the shards' squares.
             norm = step.gradient_norm(grads)
-            # 1.0 if loss or norm is not finite, or the norm above --norm-limit; else 0.0. It stays on the device, where
-            # the optimizer reads it: refused, it changes nothing, to the bit.
+            # 1.0 if loss or norm is not finite, the norm 0 (as without labels) or above --norm-limit; else 0.0. It
+            # stays on the device, where the optimizer reads it (adamw8bit: on the host, which waits). Refused, the
+            # update changes nothing, to the bit.
             refused = step.refused(loss, norm)
             # --clip; then each rank updates its shards.
             step.optimizer.step(step.clipped(grads, norm), refused)

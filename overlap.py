@@ -8,8 +8,8 @@ simple_fsdp.py puts one all-gather of each unit, a block of the model as a rule,
 compiled graph, and one reduction. Left alone, Inductor waits for each at once. With
 these options the next unit's all-gather starts as soon as this unit's has arrived, in
 forward and backward, so that the weights of two units exist at most; a reduction is
-waited for one unit later. Where memory is at its peak, two collectives of a graph give
-way and overlap less.
+waited for one unit later. Where memory is at its peak, up to two collectives of a graph
+that are small beside it give way and overlap less.
 
 The options also order a backward so that it needs less memory, on a single rank too;
 see part 2, "Memory". No matrix product is computed twice. Needs Inductor (torch 2.11 to
@@ -739,7 +739,8 @@ def cast_weights_again(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def keep_order(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
-    """Has Inductor's scheduler keep nodes behind others."""
+    """Has Inductor's scheduler keep nodes behind others: `behind` names, for a node,
+    those that have to run before it."""
     alive = set(g.nodes)
     order = {n: [m for m in behind.get(n, ()) if m in alive] for n in g.nodes}
     order = {n: others for n, others in order.items() if others}

@@ -889,7 +889,11 @@ def data_parallel(
     units: the modules, or their names, whose parameters are gathered by one collective
     each; a list among them is gathered together: `["layers.0", "layers.1", ["norm",
     "head"]]`. In eager mode such a group stays whole until the outermost forward ends.
-    None: the blocks that units_of() finds. All ranks must run units in the same order.
+    None: the blocks that units_of() finds.
+
+    All ranks must run units in the same order, and the same parameters must get a
+    gradient on all of them (zeros where an expert got no token): else they hang or,
+    unseen, average gradients of different parameters.
 
     Buffers are left alone. Raises ValueError, before anything is changed, for a wrong
     argument or a parameter that cannot be sharded."""
@@ -1051,11 +1055,12 @@ def describe(model: nn.Module) -> list[ParameterRow]:
 #
 # A gather is two nodes of the autograd graph, shards -> _Begin -> token -> _End ->
 # whole tensors. _Begin starts the all-gather and _End waits for it; in backward _End
-# starts the reduce-scatter and _Begin waits for it. Autograd runs the node with the
-# latest sequence number first, so what forward ran between _Begin and _End has its
-# backward between theirs: whatever hides a gather in forward hides the reduction in
-# backward. _Begin(2) runs before the layers of 1 since a _GatherSchedule remembers what
-# followed 1 the last time.
+# starts the reduce-scatter and _Begin waits for it. _End takes the shards, too: under
+# create_graph, or where nothing may overlap, it returns their gradients. Autograd runs
+# the node with the latest sequence number first, so what forward ran between _Begin and
+# _End has its backward between theirs: whatever hides a gather in forward hides the
+# reduction in backward. _Begin(2) runs before the layers of 1 since a _GatherSchedule
+# remembers what followed 1 the last time.
 #
 # The whole tensors lie in a memo until the unit's forward ends. What a layer saves for
 # backward, hooks replace by a _SavedView: the first that is unpacked has its _Bucket
@@ -1132,7 +1137,7 @@ class _Bucket:
         self.dtypes = _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
         # How often backward will read one of the parameters: _pack counts up, for each
-        # view that is saved, and _read, for each read under a checkpoint's hooks.
+        # view that is saved, and _read_whole, for each read under a checkpoint's hooks.
         self.reads_expected = 0
         self.wholes = {}  # by parameter, once they were gathered again
         # How often it still will: `whole` counts down, and frees at 0. Below 0 nobody

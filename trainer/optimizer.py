@@ -1,4 +1,5 @@
-"""AdamW and Muon over the local shards of a model: no host synchronisation, and they can leave an update out.
+"""AdamW and Muon over the local shards of a model: no host synchronisation (AdamW8bit apart), and they can leave out an
+update.
 
     optimizer = AdamW(model.parameters(), lr=3e-4)         # parameters may be DTensors or plain
     optimizer.lr.fill_(learning_rate(config, k))           # of step k; lr and step count are scalars on the device
@@ -30,6 +31,7 @@ def learning_rate(c: Config, k: int) -> float:
         return c.lr
     if c.schedule == "wsd":
         return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
+    assert c.schedule == "cosine", c.schedule
     progress = (k - c.warmup) / max(1, c.steps - c.warmup)
     return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 

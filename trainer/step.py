@@ -7,7 +7,7 @@
 A micro-batch's loss is the sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
 Loss and norm are those of all ranks, so that all refuse the same updates. Everything stays on the device; reading the
-loss, the norm or `bad` is the only host sync.
+loss, the norm or `bad` is the only host sync (AdamW8bit reads `bad`).
 """
 
 import gc
@@ -264,7 +264,7 @@ class Step:
         return t
 
     def labels_per_rank(self, targets: Tensor) -> Tensor:
-        """Labels of the global batch divided by ranks, at least 1 label: what a rank divides its sum of token losses
+        """Labels of the global batch (none count as one) divided by ranks: what a rank divides its sum of token losses
         by. One all-reduce."""
         return self.over_ranks((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
@@ -280,8 +280,9 @@ class Step:
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
 
     def refused(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """1.0 if a step of this loss and norm is refused: also one without labels, which would decay the weights."""
-        good = (loss + norm).isfinite() & (norm > 0)  # 0: no rank had a label
+        """1.0 if a step of this loss and norm is refused: also one whose gradients are all zero, as without labels,
+        which would only decay the weights."""
+        good = (loss + norm).isfinite() & (norm > 0)
         return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
 
     def clipped(self, grads: list[Tensor], norm: Tensor) -> list[Tensor]:
