@@ -269,6 +269,7 @@ def peak_error(q: Question) -> str:
     others = [
         getattr(c, "lora", 0),
         getattr(c, "remat_ops", False),
+        "plain" in c.compile_options,
         getattr(c, "logits", "auto") == "fp32",
         getattr(c, "master_dtype", "fp32") != "fp32",
         getattr(c, "optimizer", "adamw") != "adamw",

@@ -6,7 +6,7 @@ width, H heads, K key/value heads, d head dimension, F hidden width, V vocabular
 """
 
 from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
-from trainer.costs import Architecture, muon
+from trainer.costs import Architecture, moment_size, muon
 
 # Torch's, of two threads.
 CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}
@@ -66,13 +66,9 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
 
 
-def moment_bytes(c, a: Architecture) -> int:
-    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's. In 8 bits
-    with a scale in fp32 for each 256."""
-    moments = 2 * trained(c, a) - muon(c) * a.hidden_parameters
-    if getattr(c, "optimizer", "adamw") == "adamw8bit":
-        return moments + 4 * moments // 256
-    return SIZE[c.adam_dtype] * moments
+def moment_bytes(c, a: Architecture) -> float:
+    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's."""
+    return moment_size(c) * (2 * trained(c, a) - muon(c) * a.hidden_parameters)
 
 
 def update_bytes(c, a: Architecture, ranks: int) -> float:
@@ -166,13 +162,13 @@ class Weights:
             work=(("mm", rows, inner, cols),),
         )
 
-    def sums(self, part: float = 1) -> Make:
-        """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
-        computes the rows, as the compiler has it for many and large ones; else 32 in all."""
+    def sums(self) -> Make:
+        """Partial sums of the two gradients of a norm, fp32: 16 rows in one where one kernel also computes the rows, as
+        the compiler has it for many and large ones; else 32 in all."""
         self.sums_made += 1
         n = self.n
         D = self.a.width
-        rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
+        rows = n // 16 if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
         return self.make(f"sums{self.sums_made}", 8 * D * rows, dtype="fp32")
 
     def hidden(self, name: str) -> list[str]:

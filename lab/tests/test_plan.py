@@ -154,6 +154,11 @@ def test_a_plan_of_llama_blocks_says_how_far_to_trust_it(plan):
     assert plan("--gpus 8 --block llama --mlp lean")[0] == 2
 
 
+def test_a_plan_without_the_order_says_that_its_peak_was_held_against_nothing(plan):
+    assert "never held" not in plan("--gpus 8")[1]
+    assert "never held against generated code" in plan("--gpus 8 --compile-options plain")[1]
+
+
 @pytest.mark.parametrize("gpu, times", [("a100-80", planner.published_times), ("h100", planner.own_times)])
 def test_the_error_of_a_gpu_is_that_of_steps_of_which_no_constant_was_fitted(gpu, times):
     found = times()
