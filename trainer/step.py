@@ -481,8 +481,8 @@ def make_step(
         own = ({} if plain else BUCKETS) | options
         whole.gather_fn = compiled("gather", whole.gather, own)
         whole.reduce_fn = compiled("reduce", whole.reduce, own)
-    else:
-        options = with_overlap(blocks[0] if blocks else model)
+    # Where nothing is gathered they still order a backward for memory.
+    options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
         step.compiled["block"] = blocks[0], options
         for block in blocks:

@@ -1,15 +1,14 @@
 """What is alive when: operations in order, each of which reads and makes buffers -> the highest level of memory.
 
-    tape = Tape(reuse=True)
+    tape = Tape()
     tape.op("up", reads=["x"], makes=[Make("h", 2**20)])    # bytes; dies after the last operation that reads it
     tape.peak()                                             # Peak(nbytes, moment, pieces)
 
-The rules are Inductor's (torch/_inductor/codegen/wrapper.py and memory.py): a kernel may write over an input of the
-same size that dies with it; a dead buffer is kept for a later one of the same size and dtype if, by the compiler's own
-estimate, that does not raise the peak of the graph. CUDA's allocator rounds sizes up to 512 bytes. Imports no torch.
+The rule is Inductor's with the options of overlap.py: a kernel may write over an input of the same size that dies with
+it; any other dead buffer is freed at once. CUDA's allocator rounds sizes up to 512 bytes. Imports no torch.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,14 +22,12 @@ WORKSPACE = "workspace"
 
 
 class Make(NamedTuple):
-    """A buffer that an operation makes. own: by itself, so that no dead buffer can serve (a collective, a custom
-    op)."""
+    """A buffer that an operation makes."""
 
     name: str
     nbytes: float
     piece: str = WORKSPACE
-    own: bool = False
-    key: str = ""  # only buffers of one dtype can take each other's place
+    dtype: str = ""  # only buffers of one dtype can take each other's place
 
 
 @dataclass(frozen=True)
@@ -64,12 +61,10 @@ class Life(NamedTuple):
 
 
 class Tape:
-    """The operations of a step. reuse: Inductor's allow_buffer_reuse. blind: see `inputs`."""
+    """The operations of a step."""
 
-    def __init__(self, reuse: bool = True, blind: bool = True):
+    def __init__(self):
         self.ops: list[Op] = []
-        self.blind = blind
-        self.reuse = reuse
         self.number = 0
         self.forever = set()
 
@@ -98,61 +93,22 @@ class Tape:
         last.update((name, end) for name in self.forever if name in made)
         return {name: Life(*m, last[name]) for name, m in made.items()}
 
-    def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
-        """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no
-        buffer takes another's place. In a graph with collectives (`blind`) it counts only what earlier graphs made and
-        this one still needs, since the passes of overlap.py leave out the one that would tell it the size of the
-        others."""
-        steps = [0.0] * (len(self.ops) + 2)
-        for life in lives.values():
-            own = self.ops[life.born].graph
-            if own < graph or (own == graph and not self.blind):
-                steps[life.born] += life.make.nbytes
-                steps[life.last + 1] -= life.make.nbytes
-        for i in range(len(self.ops)):
-            steps[i + 1] += steps[i]
-        return steps
-
     def homes(self, lives: dict[str, Life]) -> dict[str, str]:
         """Buffer -> the buffer in whose memory it lies, itself or an earlier one."""
-        home = {}
-        pool = defaultdict(list)
-        dies = defaultdict(list)
-        for name, life in lives.items():
-            dies[life.last].append(name)
-        graph = None
+        home = {name: name for name in lives}
         for i, op in enumerate(self.ops):
-            if op.graph != graph:
-                graph = op.graph
-                start = i
-                guess = self.inputs(lives, op.graph)
-                limit = max(guess[j] for j in range(i, len(self.ops)) if self.ops[j].graph == graph)
-                pool.clear()
-            gone = list(dies[i])
-            for m in op.makes:
-                key = (m.nbytes, m.key)
-                where = m.name
-                if op.over and m is op.makes[0]:
-                    alike = [
-                        n
-                        for n in op.reads
-                        if n in gone and (lives[n].make.nbytes, lives[n].make.key) == key
-                    ]
-                    if alike:
-                        where = home[alike[0]]
-                        gone.remove(alike[0])
-                if where == m.name and not m.own and self.reuse and pool[key]:
-                    freed, name = pool[key][-1]
-                    if freed + 1 == i or m.nbytes + max(guess[freed + 1 : i]) <= limit:
-                        pool[key].pop()
-                        where = home[name]
-                        for j in range(freed + 1, i):
-                            guess[j] += m.nbytes
-                home[m.name] = where
-            for name in gone:
-                # What an earlier graph made is an input here, and is only freed.
-                if lives[name].born >= start:
-                    pool[lives[name].make.nbytes, lives[name].make.key].append((i, name))
+            if not op.over:
+                continue
+            made = op.makes[0]
+            for name in op.reads:
+                before = lives.get(name)
+                alike = before and (before.make.nbytes, before.make.dtype) == (
+                    made.nbytes,
+                    made.dtype,
+                )
+                if alike and before.last == i:
+                    home[made.name] = home[name]
+                    break
         return home
 
     def levels(self) -> tuple[list[float], list[Life]]:
@@ -192,21 +148,6 @@ class Tape:
             for w in op.work
         )
 
-    def pull(self, late: str, early: str) -> None:
-        """What leads to the buffer `late` comes before the operation that makes `early`: the compiler fuses the kernel
-        that makes `late` with one that stands before it."""
-        made = {m.name: i for i, op in enumerate(self.ops) for m in op.makes}
-        first = made[early]
-        last = made[late]
-        needed = set()
-        wanted = [last]
-        while wanted:
-            if (i := wanted.pop()) >= first and i not in needed:
-                needed.add(i)
-                wanted += [made[name] for name in self.ops[i].reads if name in made]
-        order = sorted(range(first, last + 1), key=lambda i: i not in needed)  # stable
-        self.ops[first : last + 1] = [self.ops[i] for i in order]
-
     def hurry(self, ahead: float) -> None:
         """overlap.py's `ahead`: gathers but the first of a graph start later, and reductions are waited for sooner, so
         that each has this part of the products around it to hide behind."""
@@ -218,6 +159,74 @@ class Tape:
                 mine = [name for name in names if self._kind(name, graph) == kind]
                 for before, name in zip(mine, mine[1:], strict=False):
                     self._move(graph, before, name, kind, wanted)
+
+    def give_way(self, ratio: float) -> None:
+        """overlap.py's give_way_at_peak: the largest gather or reduce-scatter under way at the peak of a graph, if it
+        is no more than a twelfth of it, starts later or is waited for sooner. Two of a graph. ratio: bytes of a stored
+        parameter over those that are sent; until then it counts as an input of the graph."""
+        for graph in 2 * [*range(self.number + 1)]:
+            self._give_way(graph, ratio)
+
+    def _give_way(self, graph: int, ratio: float) -> None:
+        inside = [i for i, op in enumerate(self.ops) if op.graph == graph]
+        lives = self.lives()
+        levels = [level - op.inside for level, op in zip(self.levels()[0], self.ops, strict=True)]
+        for life in lives.values():  # to the pass a part of the kernel that reads it
+            if life.make.name.startswith("normed"):
+                for i in range(life.born, life.last + 1):
+                    levels[i] -= life.make.nbytes
+        for start in inside:
+            if any(w[0] == "start" and w[2] == "all_gather" for w in self.ops[start].work):
+                shard = ratio * sum(lives[name].make.nbytes for name in self.ops[start].reads)
+                for i in range(inside[0], start):
+                    levels[i] += shard
+        peak = max(inside, key=levels.__getitem__)
+        under_way = []
+        for start in inside:
+            op = self.ops[start]
+            for what, name, kind, *_ in (w for w in op.work if w[0] == "start"):
+                gather = kind == "all_gather"
+                held = [m.name for m in op.makes] + list(op.reads) * (not gather)
+                size = sum(lives[each].make.nbytes for each in held)
+                wait = self._at(graph, "wait", name)
+                small = 12 * size <= levels[peak] and not kind.startswith("all_reduce")
+                if small and start < peak < wait:
+                    under_way.append((size, start, wait, gather, held))
+        if not under_way:
+            return
+        size, start, wait, gather, held = max(under_way, key=lambda found: found[:2])
+        without = list(levels)
+        for name in held:
+            life = lives[name]
+            for i in range(life.born, min(life.last, len(self.ops) - 1) + 1):
+                without[i] -= life.make.nbytes
+        room = max(without[i] for i in inside) - size
+        if gather:
+            at = wait
+            while at > start + 1 and without[at - 1] <= room:
+                at -= 1
+            # Inductor's kernels stand where the first of what they fuse does, before the gather.
+            while at > peak and not self.ops[at - 1].work:
+                at -= 1
+            if at > peak and any(map(self.flops, self.ops[at:wait])):
+                self._start_at(start, at)
+        else:
+            at = start
+            while at < wait - 1 and without[at + 1] <= room:
+                at += 1
+            if at < peak and any(map(self.flops, self.ops[start : at + 1])):
+                self._wait_behind(at, wait)
+
+    def _start_at(self, start: int, at: int) -> None:
+        """A gather starts before the operation `at`, with the shard that is sent."""
+        self.ops[start - 1 : at] = [*self.ops[start + 1 : at], *self.ops[start - 1 : start + 1]]
+
+    def _wait_behind(self, at: int, wait: int) -> None:
+        """A reduction is waited for behind the operation `at`, with what is tied to that."""
+        after = wait + 1
+        while after < len(self.ops) and self.ops[after].tied:
+            after += 1
+        self.ops[at + 1 : after] = [*self.ops[wait:after], *self.ops[at + 1 : wait]]
 
     def _kind(self, name: str, graph: int) -> str:
         op = next(
@@ -246,17 +255,9 @@ class Tape:
             return
         if gather:
             start = self._at(graph, "start", name)
-            if i > start:  # with the shard that is sent
-                self.ops[start - 1 : i] = [
-                    *self.ops[start + 1 : i],
-                    *self.ops[start - 1 : start + 1],
-                ]
+            if i > start:
+                self._start_at(start, i)
         else:
             wait = self._at(graph, "wait", before)
             if i + 1 < wait:
-                after = next(
-                    j
-                    for j in range(wait + 1, len(self.ops) + 1)
-                    if j == len(self.ops) or not self.ops[j].tied
-                )
-                self.ops[i + 1 : after] = [*self.ops[wait:after], *self.ops[i + 1 : wait]]
+                self._wait_behind(i, wait)

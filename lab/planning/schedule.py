@@ -27,8 +27,8 @@ class Step(Weights):
         self.backward()
         if c.ahead < 1 and (self.gathers or self.reduces):
             self.tape.hurry(c.ahead)
-        for late, early in self.together:
-            self.tape.pull(late, early)
+        if not self.eager:
+            self.tape.give_way(self.m / self.p)
 
     # Forward
 
@@ -134,14 +134,12 @@ class Step(Weights):
                 )
 
     def core(self, to: str) -> None:
-        # A kernel of the compiler's own writes where it is told.
         a = self.a
-        own = self.c.attn != "flex"
-        out = self.make(f"a{to}", self.Q, own=own)
-        stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
+        out = self.make(f"a{to}", self.Q)
+        stats = self.make(f"s{to}", 4 * self.n * a.heads, dtype="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
         self.op("attention", ["q" + to, "k" + to, "v" + to], out, stats, work=work)
-        if own:
+        if self.c.attn != "flex":
             self.taken(out.name)
 
     def rows(self) -> float:
@@ -160,7 +158,7 @@ class Step(Weights):
         self.op(
             "lean MLP",
             reads,
-            self.make(f"x{i + 1}", self.U, own=True),
+            self.make(f"x{i + 1}", self.U),
             inside=self.rows() * (2 * self.U + self.F),
             work=work,
         )
@@ -179,8 +177,8 @@ class Step(Weights):
             return
         rows = min(self.c.loss_chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
-        made = [self.make("gx", self.U, own=True)]
-        made += [self.make("gw", self.head * self.p, own=True)] * (not self.lora)
+        made = [self.make("gx", self.U)]
+        made += [self.make("gw", self.head * self.p)] * (not self.lora)
         work = (
             ("mm", self.n, D, V),
             ("mm", self.n, V, D),
@@ -191,7 +189,7 @@ class Step(Weights):
 
     def in_fp32(self, name: str) -> Make:
         """Logits, or a gradient of them, in fp32."""
-        return self.make(name, 4 * self.n * self.a.vocab, LOGITS, key="fp32")
+        return self.make(name, 4 * self.n * self.a.vocab, LOGITS, dtype="fp32")
 
     # Backward
 
@@ -229,20 +227,16 @@ class Step(Weights):
             self.gather(last, self.block)
         grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
         local = not (self.gathers or self.reduces or self.lora)
-        if local and self.c.loss == "full":
-            self.landed(grad, self.head)
+        if local:
+            self.landed(grad, self.head, self.c.loss != "full")
         before = self.input_again(L - 1)
-        if self.policies[-1] in ("pointwise", "block"):
+        if self.policies[-1] in ("pointwise", "block") and not self.lean:
             self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
             before = [f"normed {L}"]
         self.op(
             "gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums()
         )
-        if local and self.c.loss != "full":
-            self.landed(grad, self.head)
         self.bucket("head", self.head, [grad] * (not self.lora))
-        if last not in self.again_made:
-            self.arrive(last, self.weights)
         for i in reversed(range(L)):
             self.backward_block(i)
         self.at = ""
@@ -250,7 +244,7 @@ class Step(Weights):
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
             self.stays("wemb")
         elif local:
-            self.landed("ge", self.head)
+            self.landed("ge", self.head, True)
         self.bucket("emb", self.head, ["ge"] * (not self.lora))
         self.arrived()
         self.crossed()
@@ -258,7 +252,7 @@ class Step(Weights):
             self.op(
                 "gradients to be added",
                 [],
-                self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32"),
+                self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, dtype="fp32"),
             )
 
     def input_again(self, i: int) -> list[str]:
@@ -266,14 +260,12 @@ class Step(Weights):
         next block is as well, whose input is kept."""
         if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
             return self.inputs(i + 1)
-        w = f"b{i}"
         before = self.at
         self.at = f"backward, block {i}, "
-        self.again_made.add(w)
-        self.arrive(w, self.weights)
-        if i:
-            self.gather(f"b{i - 1}", self.block)
+        self.arrive_in_backward(i)
+        w = f"b{i}"
         self.half_again(i, w)
+        self.again_made.add(f"g'{i}")
         self.op("activation again", self.hidden(f"h'{i}"), self.make(f"g'{i}", self.F))
         self.down(w, f"g'{i}", f"d'{i}")
         self.at = before
@@ -290,17 +282,12 @@ class Step(Weights):
         if self.c.remat_core:
             self.attention_again(i, w)
         self.o_again(i, w)
-        made = [self.make(f"nn'{i}", self.U)]
-        if self.parted(i):
-            made.append(self.wide("normed0"))
-            if f"n'{i}" not in self.again_made:
-                self.again_made.add(f"n'{i}")
-                made.append(self.make(f"n'{i}", self.U))
-        self.op("norm again", [*self.inputs(i), f"o'{i}"], *made)
+        self.again_made.add(f"nn'{i}")
+        self.op("norm again", [*self.inputs(i), f"o'{i}"], self.make(f"nn'{i}", self.U))
         self.up(w, f"nn'{i}", f"h'{i}")
 
     def backward_block(self, i: int) -> None:
-        """The MLP, then attention; the block's bucket, and the weights of the block before."""
+        """The MLP, then attention; the block's bucket."""
         w = f"b{i}"
         grads = []
         self.at = f"backward, block {i}, "
@@ -308,111 +295,90 @@ class Step(Weights):
         self.moved_in_fp32(2 + again)
         if again:
             self.eager_keeps(i)
-        if i and w not in self.again_made:
-            self.gather(f"b{i - 1}", self.block)
         (self.lean_backward if self.lean else self.mlp_backward)(i, w, grads)
         self.attention_backward(i, w, grads)
         if self.eager:
             self.op("what it kept", [f"eager{i}"], work=(("bytes", 0),))
         self.bucket(w, self.block, grads)
-        if i and f"b{i - 1}" not in self.again_made:
-            self.arrive(f"b{i - 1}", self.weights)
+
+    def arrive_in_backward(self, i: int) -> None:
+        """The weights of a block, once; those of the block before it are then under way."""
+        if f"b{i}" not in self.again_made:
+            self.again_made.add(f"b{i}")
+            self.arrive(f"b{i}", self.weights)
+            if i:
+                self.gather(f"b{i - 1}", self.block)
 
     def mlp_backward(self, i: int, w: str, grads: list[str]) -> None:
-        """Gradients through the MLP, which may be made again first."""
+        """Gradients through the MLP, which may be made again first: that of each weight before that of its input."""
         policy = self.policies[i]
-        gr = f"gr{i + 1}"
-        D = self.a.width
         again = policy in AGAIN["mlp"]
-        early = w in self.again_made
-        mid = [f"m{i}"]
-        self.product(
-            "gradient of the hidden tensor",
-            [gr, self.weight(w, "down")],
-            f"dg{i}",
-            self.n,
-            D,
-            self.fan,
+        gr = f"gr{i + 1}"
+        mid = {"pointwise": [*self.inputs(i), f"o{i}"], "block": [*self.inputs(i), f"o'{i}"]}.get(
+            policy, [f"m{i}"]
         )
         h = f"h{i}"
-        nn = f"nn{i}"
         g = f"g{i}"
-        dh = [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
-        if policy == "pointwise":
-            mid = [*self.inputs(i), f"o{i}"]
-        if policy == "block":
-            mid = [*self.inputs(i), f"o'{i}"]
-            h = f"h'{i}"
-            nn = f"nn'{i}"
-            g = f"g'{i}"
-            if not early:
-                self.half_again(i, w)
-        elif again:
-            g = f"g'{i}"
-            if policy == "pointwise":
-                nn = f"nn'{i}"
-            else:
-                if self.c.remat_norm:
-                    nn = f"nn'{i}"
-                    self.op("norm again", mid, self.make(nn, self.U))
+        nn = f"nn'{i}" if self.norm_again(i, "mlp") else f"nn{i}"
+        if again:
+            if policy != "pointwise":
+                self.arrive_in_backward(i)
                 h = f"h'{i}"
+            if policy == "block":
+                if f"nn'{i}" not in self.again_made:
+                    self.half_again(i, w)
+            elif policy != "pointwise":
+                if self.norm_again(i, "mlp"):
+                    self.op("norm again", mid, self.make(nn, self.U))
                 self.up(w, nn, h)
-        if again and not early:
-            made = [*dh, self.make(g, self.F)]
-            self.op("activation again", [f"dg{i}", *self.hidden(h)], *made, over=not self.a.gated)
-            self.wgrad("down", [gr, g], i, grads)
-        else:
-            self.wgrad("down", [gr, g], i, grads)
-            self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
-        late = self.late(i)
-        if not late:
-            self.room(w, self.block)
+            g = f"g'{i}"
+            if g not in self.again_made:
+                self.op("activation again", self.hidden(h), self.make(g, self.F))
+        self.wgrad("down", [gr, g], i, grads)
+        self.arrive_in_backward(i)
+        held = [g] * self.eager  # autograd frees what a product kept when both gradients are there
+        self.product(
+            "gradient of the hidden tensor",
+            [gr, self.weight(w, "down"), *held],
+            f"dg{i}",
+            self.n,
+            self.a.width,
+            self.fan,
+        )
+        dh = [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
+        again = again and policy != "pointwise"
+        if self.norm_again(i, "mlp") and not again and self.a.gated:
+            self.op("norm again", mid, self.make(nn, self.U))
+        self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
+        if self.norm_again(i, "mlp") and not again and not self.a.gated:
+            self.op("norm again", mid, self.make(nn, self.U))
+        self.wgrad_up(i, nn, grads)
+        held = [nn] * self.eager
         for part, name, dn in zip(
             self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True
         ):
             self.product(
-                f"gradient through {part}", [name, self.weight(w, part)], dn, self.n, self.fan, D
+                f"gradient through {part}",
+                [name, self.weight(w, part), *held],
+                dn,
+                self.n,
+                self.fan,
+                self.a.width,
             )
-        if policy == "pointwise" and not late:
-            self.op("norm again", mid, self.make(nn, self.U), self.wide("normed0"))
-        if self.parted(i):
-            mid = ["normed0"]
-        if not late:
-            self.wgrad_up(i, nn, grads)
-        made = [self.make(f"gm{i}", self.U), self.sums(0.5 if late else 1)]
-        if late and policy == "pointwise":  # one kernel also makes that norm again
-            made.append(self.make(nn, self.U))
-        elif late and f"n'{i}" not in self.again_made:  # or that of attention
-            self.again_made.add(f"n'{i}")
-            made.append(self.make(f"n'{i}", self.U))
-            mid += self.inputs(i)
-        self.op(
-            "gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late
-        )
-        if late:
-            self.room(w, self.block)
-            self.wgrad_up(i, nn, grads)
+        made = [self.make(f"gm{i}", self.U), self.sums()]
+        self.op("gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=True)
 
     def wgrad_up(self, i: int, nn: str, grads: list[str]) -> None:
         for part, name in zip(self.ups, self.hidden(f"dh{i}"), strict=True):
             self.wgrad(part, [name, nn], i, grads)
 
-    def late(self, i: int) -> bool:
-        """Whether one kernel sums up the gradients of both norms of a block: so the compiler fuses them in a region
-        that holds both branches. What leads to it then comes before the gradients of attention's weights."""
-        return self.policies[i] in ("block", "pointwise") and not self.lean and not self.parted(i)
-
-    def parted(self, i: int) -> bool:
-        """Whether a wholly recomputed block's input lies in two buffers: then its norms are made from the sum at once,
-        one of them in fp32 for backward."""
-        return self.policies[i] in ("block", "pointwise") and len(self.inputs(i)) > 1
-
     def wide(self, name: str) -> Make:
         """[B, T, D] in fp32."""
-        return self.make(name, 4 * self.n * self.a.width, key="fp32")
+        return self.make(name, 4 * self.n * self.a.width, dtype="fp32")
 
     def lean_backward(self, i: int, w: str, grads: list[str]) -> None:
         """One operation, after o and what leads to it have been made again."""
+        self.arrive_in_backward(i)
         o = f"o{i}"
         D = self.a.width
         rows = self.rows()
@@ -425,11 +391,8 @@ class Step(Weights):
         mlp = 2 * self.weights["up"]
         # Those of several chunks are fp32 until they are cast.
         sums = (4 - self.p) * mlp if rows < 1 else 0
-        made = [self.make(f"gm{i}", self.U, own=True)]
-        made += [
-            self.make(f"w{part}{i}", self.weights[part] * self.p, own=True)
-            for part in ("up", "down")
-        ]
+        made = [self.make(f"gm{i}", self.U)]
+        made += [self.make(f"w{part}{i}", self.weights[part] * self.p) for part in ("up", "down")]
         work = (
             ("mm", self.n, D, self.fan),
             ("mm", self.n, D, self.fan),
@@ -449,88 +412,96 @@ class Step(Weights):
         """Gradients through attention, which may be made again first."""
         policy = self.policies[i]
         gm = f"gm{i}"
-        a = f"a{i}"
-        D = self.a.width
         again = policy in AGAIN["attn"]
         core = again and self.c.remat_core
-        n1 = f"n{i}"
+        a = f"a'{i}" if core else f"a{i}"
         to = f"'{i}" if again else str(i)
-        a = f"a'{i}" if core else a
-        if core and f"a'{i}" not in self.again_made:
+        self.arrive_in_backward(i)
+        if core and a not in self.again_made:
             self.attention_again(i, w)
         self.wgrad("o", [gm, a], i, grads)
         self.product(
-            "gradient of attention", [gm, self.weight(w, "o")], f"da{i}", self.n, D, self.outs["q"]
+            "gradient of attention",
+            [gm, self.weight(w, "o")],
+            f"da{i}",
+            self.n,
+            self.a.width,
+            self.outs["q"],
         )
-        if not core:
+        if again and not core:
             self.attention_again(i, w)
-        if f"n'{i}" in self.again_made or policy == "pointwise":
-            n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
         made = [
-            self.make(f"d{part}{i}", size, own=self.c.attn != "flex")
+            self.make(f"d{part}{i}", size)
             for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
         ]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
         reads = [f"da{i}", *(part + to for part in "qkv"), stats]
         fused = self.c.attn == "flex"
         if fused:  # a kernel of its own sums up what the gradient needs of the output
-            delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, key="fp32")
+            delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, dtype="fp32")
             self.op("sums of attention", [f"da{i}", a], delta)
         reads.append(f"delta{i}" if fused else a)
         self.op("attention", reads, *made, inside=self.scratch(), work=work)
-        parts = []
-        for part in "vkq":
-            self.wgrad(part, [f"d{part}{i}", n1], i, grads)
-            made = f"dx{part}{i}"
+        if i:
+            self.wgrads_qkv(i, grads)
+        parts = [f"dx{part}{i}" for part in "vkq"]
+        for part, made in zip("vkq", parts, strict=True):
             reads = [f"d{part}{i}", self.weight(w, part)]
             if not fused:
                 reads.append(self.taken(f"d{part}{i}"))
-            self.product(f"gradient through {part}", reads, made, self.n, self.outs[part], D)
-            parts.append(made)
+            self.product(
+                f"gradient through {part}", reads, made, self.n, self.outs[part], self.a.width
+            )
         x = self.input_again(i - 1) if i and policy != "block" else self.inputs(i)
-        if len(x) > 1 and i:
-            self.op("norm again, in fp32", x, self.wide(f"normed {i}"))
-            x = [f"normed {i}"]
         summed = [gm, *parts, *x]
-        late = self.late(i)
-        sums = self.sums({"block": 2, "pointwise": 512 / self.n}[policy] if late else 1)
-        reads = summed
-        gr = self.make(f"gr{i}", self.U)
-        if policy == "pointwise":  # one kernel makes the norm again and the gradient
-            self.op("gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
-            reads = [*summed, n1]
-        if late:
-            reads = [*reads, *self.hidden(f"dn{i}"), f"o'{i}" if policy == "block" else f"o{i}"]
-        if late or policy == "pointwise":
-            self.together.append((sums.name, f"wo{i}" if late else f"wv{i}"))
-        self.op("gradient of the norm", reads, sums)
-        if not i and self.lora:
+        self.op("gradient of the norm", summed, self.sums())
+        if i:
+            self.room(w, self.block)
+            self.op("gradient of the norm", summed, self.make(f"gr{i}", self.U), over=True)
             return
-        if not i:  # one kernel with the sums of rows
+        local = not (self.gathers or self.reduces)
+        if local:
+            self.wgrads_qkv(i, grads)
+            self.cast_gradients()
+        if not self.lora:  # one kernel with the sums of rows
             size = self.p if self.eager else 4
             self.op(
                 "gradient of the embedding",
                 summed,
-                self.make("ge", self.head * size, GRADIENTS, key="fp32"),
+                self.make("ge", self.head * size, GRADIENTS, dtype="fp32"),
             )
-        elif policy != "pointwise":
-            self.op("gradient of the norm", summed, gr, over=True)
+        if not local:
+            self.wgrads_qkv(i, grads)
+
+    def wgrads_qkv(self, i: int, grads: list[str]) -> None:
+        """The input of q, k and v is made again for them, unless it is there."""
+        normed = self.normed_again(i)
+        for part in "vkq":
+            self.wgrad(part, [f"d{part}{i}", normed], i, grads)
+
+    def norm_again(self, i: int, branch: str) -> bool:
+        """Whether backward makes the norm of a branch again: compiled, always, unless a recomputed branch keeps it."""
+        policy = self.policies[i]
+        if policy == "pointwise" or policy in AGAIN[branch]:
+            return self.c.remat_norm or policy in ("block", "pointwise")
+        return not self.eager
+
+    def normed_again(self, i: int) -> str:
+        """The input of q, k and v, which is made again if need be."""
+        if not self.norm_again(i, "attn"):
+            return f"n{i}"
+        if f"n'{i}" not in self.again_made:
+            self.again_made.add(f"n'{i}")
+            self.op("norm again", self.inputs(i), self.make(f"n'{i}", self.U))
+        return f"n'{i}"
 
     def attention_again(self, i: int, w: str) -> None:
         """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
-        policy = self.policies[i]
-        n1 = f"n{i}"
-        if policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block"):
-            n1 = f"n'{i}"
-            if n1 not in self.again_made:
-                self.again_made.add(n1)
-                self.op("norm again", self.inputs(i), self.make(n1, self.U))
-        if policy in AGAIN["attn"]:
-            self.qkv(w, n1, f"'{i}")
-            if self.c.remat_core:
-                self.again_made.add(f"a'{i}")
-                self.core(f"'{i}")
+        self.qkv(w, self.normed_again(i), f"'{i}")
+        if self.c.remat_core:
+            self.again_made.add(f"a'{i}")
+            self.core(f"'{i}")
 
     def scratch(self) -> float:
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
@@ -548,7 +519,7 @@ def step_peak(
     a = a or reference(c)
     peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
     return (
-        max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
+        max(peak, muon_peak(c, ranks, a, arch), dtype=lambda each: each.nbytes) if muon(c) else peak
     )
 
 
@@ -567,5 +538,5 @@ def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     return Peak(
         sum(pieces.values()),
         "Muon's update",
-        dict(sorted(pieces.items(), key=lambda each: -each[1])),
+        dict(sorted(pieces.items(), dtype=lambda each: -each[1])),
     )

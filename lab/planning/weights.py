@@ -92,8 +92,7 @@ class Weights:
         self.gathers = self.shards > 1
         self.reduces = ranks > self.shards and c.accum_sync == "every"
         self.eager = c.compile == "none"
-        reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
-        self.tape = Tape(reuse, self.gathers or self.reduces)
+        self.tape = Tape()
         self.p = SIZE[c.param_dtype]
         self.r = SIZE[c.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
@@ -123,19 +122,18 @@ class Weights:
         self.root_grads = []
         self.lean = c.mlp == "lean"
         self.policies = [remat_of(c, i) for i in range(a.depth)]
+        self.landing = []  # (gradient, what it is cast into)
         self.sums_made = 0
+        self.casts = 0
         self.again_made = set()
         self.roomy = set()
-        self.together = []  # see Tape.pull
         self.at = ""  # where the operations stand that follow, in words
         self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
 
     # Small things
 
-    def make(
-        self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = ""
-    ) -> Make:
-        return Make(name, nbytes, piece, own, key or self.c.param_dtype)
+    def make(self, name: str, nbytes: float, piece: str = "workspace", dtype: str = "") -> Make:
+        return Make(name, nbytes, piece, dtype or self.c.param_dtype)
 
     def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
         reads = [self.kept_products.get(name, name) for name in reads]
@@ -171,7 +169,7 @@ class Weights:
         n = self.n
         D = self.a.width
         rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
-        return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
+        return self.make(f"sums{self.sums_made}", 8 * D * rows, dtype="fp32")
 
     def hidden(self, name: str) -> list[str]:
         """What holds the MLP's hidden tensor before its activation: that of a gate, too."""
@@ -229,7 +227,7 @@ class Weights:
         self.op(
             f"gather of {name}",
             [f"{name} sent"],
-            self.make(f"{name} bucket", elements * self.p, WEIGHTS, True, "gathered"),
+            self.make(f"{name} bucket", elements * self.p, WEIGHTS),
             work=work,
         )
 
@@ -238,25 +236,27 @@ class Weights:
         if not self.gathers or self.there(name):
             return
         self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
-        made = [
-            self.make(f"{name} {part}", size * self.p, WEIGHTS, True)
-            for part, size in parts.items()
-        ]
+        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS) for part, size in parts.items()]
         self.op(f"weights of {name}", [f"{name} bucket"], *made)
 
     def weight(self, name: str, part: str) -> str:
-        """The name of a weight where it is used. Where nothing is gathered it is cast there, once in each graph."""
+        """The name of a weight where it is used. Where nothing is gathered it is cast there: once in
+        a graph, in compiled backward of a single rank for each product."""
         if self.root and part == "head":
             return "emb bucket"
         if self.gathers:
             where = name if self.c.reshard else f"f{name[1:]}"
             return f"{where} {'bucket' if part == 'head' else part}"
-        if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
-            self.again_made.add(f"{name} {part}")
-            size = self.head if part == "head" else self.weights[part]
-            self.op(
-                f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS)
-            )
+        if self.p < 4 and not self.whole:
+            cast = f"{name} {part}"
+            if name[0] == "b" and not self.eager and not self.reduces:
+                self.casts += 1
+                cast += f" {self.casts}"
+            if cast not in self.again_made:
+                self.again_made.add(cast)
+                size = self.head if part == "head" else self.weights[part]
+                self.op(f"cast of {name} {part}", [], self.make(cast, size * self.p, WEIGHTS))
+            return cast
         return f"{name} {part}"
 
     def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
@@ -284,17 +284,23 @@ class Weights:
         if not (self.eager and self.c.grad_accum > 1):
             self.tape.keep(*names)
 
-    def landed(self, name: str, elements: int) -> None:
-        """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
+    def landed(self, name: str, elements: int, at_once: bool = False) -> None:
+        """A gradient that stays on the rank until the update, in fp32, or until it is summed. at_once: what makes it is
+        no product of the graph."""
         if self.p == self.m or self.whole or self.lora:
             self.stays(name)
             return
-        self.op(
-            "gradients in fp32",
-            [name],
-            self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"),
-        )
-        self.stays(f"{name} fp32")
+        made = self.make(f"{name} fp32", elements * 4, GRADIENTS, dtype="fp32")
+        self.landing.append((name, made))
+        self.stays(made.name)
+        if self.eager or at_once:
+            self.cast_gradients()
+
+    def cast_gradients(self) -> None:
+        """Of a single rank: compiled, behind the last product."""
+        for name, made in self.landing:
+            self.op("gradients in fp32", [name], made)
+        self.landing.clear()
 
     def start(self, name: str, elements: int) -> None:
         """Starts the reduction of a bucket, and waits for the one before."""
@@ -303,7 +309,7 @@ class Weights:
         if self.gathers:
             work = ("start", f"G {name}", "reduce_scatter", elements * self.r)
             size = elements * self.r / self.shards
-            made = [self.make(f"gradient {name}", size, GRADIENTS, True, self.reduced)]
+            made = [self.make(f"gradient {name}", size, GRADIENTS, self.reduced)]
         self.op(f"reduction of {name}", [f"G {name}"], *made, work=(work,))
         self.arrived()
         self.waiting = name, elements
@@ -320,7 +326,7 @@ class Weights:
             self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
             return
         size = elements * self.r / self.shards
-        made = self.make(f"A {name}", size, GRADIENTS, key=self.reduced)
+        made = self.make(f"A {name}", size, GRADIENTS, dtype=self.reduced)
         self.op(f"bucket of {name} across", [f"gradient {name}"], made, tied=True)
         work = ("start", f"A {name}", "all_reduce across", size)
         self.op(f"reduction of {name} across", [f"A {name}"], work=(work,), tied=True)
@@ -346,7 +352,7 @@ class Weights:
         stored = {4: "fp32", 2: "bf16"}[self.m]
         made = [
             self.make(
-                f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, key=stored
+                f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, dtype=stored
             )
             for part, size in sizes.items()
         ]
@@ -372,12 +378,12 @@ class Weights:
             self.start(name, elements)
 
     def room(self, name: str, elements: int) -> None:
-        """Makes the buffer of a bucket, if it is not there."""
-        elements = trained(self.c, self.a) // self.a.depth if self.lora else elements
-        early = not self.a.gated or "block" in self.policies
-        if early and (self.gathers or self.reduces) and name not in self.roomy:
+        """Makes the buffer of a bucket."""
+        if self.lora:
+            elements = trained(self.c, self.a) // self.a.depth
+        if self.gathers or self.reduces:
             self.roomy.add(name)
             self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
 
     def bucket_of(self, name: str, elements: int) -> Make:
-        return Make(f"G {name}", elements * self.r, GRADIENTS, key=self.reduced)
+        return Make(f"G {name}", elements * self.r, GRADIENTS, dtype=self.reduced)
