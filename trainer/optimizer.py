@@ -31,7 +31,8 @@ def learning_rate(c: Config, k: int) -> float:
         return c.lr
     if c.schedule == "wsd":
         return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
-    assert c.schedule == "cosine", c.schedule
+    if c.schedule != "cosine":
+        raise ValueError(f"--schedule {c.schedule}: no rate is known of it")
     progress = (k - c.warmup) / max(1, c.steps - c.warmup)
     return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 

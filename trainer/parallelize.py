@@ -181,7 +181,8 @@ def make_optimizer(
     if c.optimizer == "adamw8bit":
         del adamw["moment_dtype"]
         return AdamW8bit(model.parameters(), c.lr, compiled=c.compile != "none", **adamw)
-    assert c.optimizer == "muon", c.optimizer
+    if c.optimizer != "muon":
+        raise ValueError(f"--optimizer {c.optimizer}: nothing makes it")
     how = dict(
         weight_decay=c.weight_decay,
         momentum=0.95,
