@@ -97,9 +97,6 @@ readme::test_every_command_of_readme_and_docs_is_one_that_its_program_reads
 """.split()
 
 
-SHARED = pytest.StashKey[bool]()  # TEST_SHARE is applied
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the LONG, and puts the longest files first: two workers, who take a file at a time, end together then.
@@ -110,9 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path.name))
-    # Both conftest.py have this hook, so pytest calls it twice: the second call would take a share of the share.
-    if (share := os.environ.get("TEST_SHARE")) and SHARED not in config.stash:
-        config.stash[SHARED] = True
+    # It is taken out of the environment: both conftest.py have this hook, and a share of the share would be run by the
+    # second call, or by a pytest that a test starts.
+    if share := os.environ.pop("TEST_SHARE", None):
         which, shares = map(int, share.split("/"))
         files = list(dict.fromkeys(item.path for item in items))
         chosen = set(files[which % shares :: shares])
