@@ -1100,7 +1100,7 @@ _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset"
 
 def _may_overlap(mesh: DeviceMesh) -> bool:
     """Whether its collectives may run beside each other. Torch's gloo gives groups two
-    worker threads, which then break the heap."""
+    worker threads, of which ranks die then: gloo.py."""
     device = torch.device(mesh.device_type)
     threads = [
         getattr(getattr(group._get_backend(device), "options", None), "_threads", 1)

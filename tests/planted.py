@@ -7,13 +7,11 @@ The first word is rank:step:where:kind, or several with commas between; then com
 rank: a number, or * for all ranks. step: from 1 on, as in the log.
 where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
 files are written, not committed), commit (before the directory gets its final name).
-kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), hup (SIGHUP), quit (SIGQUIT), exit (code 9), segv,
-hang (sleeps for ever), raise (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf
-(this rank's loss).
+kind: kill, stop, term, int, hup, quit, segv (signals), exit (code 9), hang (sleeps for ever), raise (RuntimeError),
+enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
 Each happens once, and not again after a restart by torchrun. The product does not know of them: `planting` patches it.
 """
 
-import ctypes
 import os
 import re
 import runpy
@@ -38,14 +36,14 @@ from trainer.step import Step
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
 SIGNALS = {
     name: signal.Signals[f"SIG{name.upper()}"]
-    for name in ("kill", "stop", "term", "int", "hup", "quit")
+    for name in ("kill", "stop", "term", "int", "hup", "quit", "segv")
 }
 ERRORS = {
     "raise": lambda: RuntimeError("an injected fault"),
     "enospc": lambda: OSError(28, "No space left on device"),
     "oom": lambda: torch.OutOfMemoryError("Tried to allocate 1.00 GiB (an injected fault)"),
 }
-KINDS = (*SIGNALS, *ERRORS, "exit", "segv", "hang", "nan", "inf")
+KINDS = (*SIGNALS, *ERRORS, "exit", "hang", "nan", "inf")
 
 
 class Fault(NamedTuple):
@@ -72,8 +70,6 @@ def _happen(kind: str) -> None:
         raise ERRORS[kind]()
     elif kind == "exit":
         os._exit(9)
-    elif kind == "segv":
-        ctypes.string_at(0)
     while kind == "hang":
         time.sleep(3600)
 

@@ -1,17 +1,18 @@
-"""Gloo groups have one worker thread each, whoever makes them: two write one string without a lock (gloo.py)."""
+"""Gloo groups have one worker thread each, whoever makes them. Why: gloo.py."""
 
 import os
 import pickle
 import runpy
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
-import gloo_race
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port, processes, start_server
+from harness import processes, start_server
 
 import gloo
 
@@ -47,6 +48,17 @@ def groups(timeout):
     return told
 
 
+def workers(prepared):
+    """Threads of this process that run collectives, of two groups."""
+    if prepared:
+        gloo.one_worker_thread()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group()
+    time.sleep(1)  # a thread gets its name once it runs
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+
 def asked(name, argv):
     """The module that makes gloo groups when a command asks for its first."""
 
@@ -70,6 +82,11 @@ def test_every_group_of_a_run_has_one_worker_its_timeout_and_its_device(env):
     assert elsewhere(groups, 77.0, **env) == {(1, 77.0, 1)}
 
 
+def test_two_groups_have_two_worker_threads_where_torch_would_have_more():
+    """By the names that torch gives to threads: what the option says is also what runs."""
+    assert elsewhere(workers, True) == 2 < elsewhere(workers, False)
+
+
 @pytest.mark.parametrize("command", [
     "main.py --device cpu", "lab.benchmarks.wrappers simple:none -- --device cpu",
     "speed_mem_tests_mlp.py --width 64 --seqlen 64 --device cpu", "trainer.checkpoint.export HERE HERE/out.safetensors",
@@ -90,9 +107,3 @@ def test_options_that_somebody_gives_keep_all_but_their_threads():
     assert (made.options._threads, len(made.options._devices)) == (1, 2)
     by_position = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
     assert (by_position.options._threads, by_position.options._timeout) == (1, timedelta(seconds=5))
-
-
-@pytest.mark.slow
-def test_one_worker_leaves_the_heap_whole():
-    """That two workers break it, in most runs on most machines, is shown by `python tests/gloo_race.py`."""
-    assert gloo_race.race(free_port(), 10_000, one=True, timeout=300) == [0, 0]

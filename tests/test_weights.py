@@ -83,7 +83,7 @@ def test_cast_converts_floating_numbers_alone_and_none_to_infinity(kind, tmp_pat
     assert model.weight.isfinite().all()
 
 
-class Evil:
+class Planted:  # leaves a file where somebody runs it
     def __reduce__(self):
         return Path.touch, (Path("ran"),)
 
@@ -136,7 +136,7 @@ BAD = {  # what is planted, what the line says besides the path
     "larger.safetensors": (lambda path: path.write_bytes((99).to_bytes(8, "little") + b"{}"), f"{LIBRARY}invalid hea"),
     "garbage.safetensors": (lambda path: planted(path, b"no json"), f"{LIBRARY}invalid JSON"),
     "list.safetensors": (lambda path: planted(path, b"[1, 2]"), f"{LIBRARY}invalid JSON"),
-    "nested.safetensors": (lambda path: planted(path, b"[" * 10**5), f"{LIBRARY}invalid JSON"),
+    "nested.safetensors": (lambda path: planted(path, b"[" * 200), f"{LIBRARY}invalid JSON"),
     "strange.safetensors": (entry(dtype="F8_E4M3", shape=[24]), "weight is of dtype float8_e4m3fn"),
     "beyond.safetensors": (entry(data_offsets=[24, 48]), f"{LIBRARY}invalid offset"),
     "before.safetensors": (entry(data_offsets=[-24, 0]), f"{LIBRARY}invalid JSON"),
@@ -153,8 +153,8 @@ BAD = {  # what is planted, what the line says besides the path
     "swap.safetensors": (lambda path: index(path, weight=B, bias=A), f"has bias in {A}, but it is in {B}"),
     "part.safetensors": (lambda path: index(path, weight=A, bias=A), f"has bias in {A}, but it is in None"),
     "short.safetensors": (lambda path: (index(path, weight=A, bias=B), os.truncate(path.parent / B, 60)), f"/{B}: "),
-    "evil.pt": (torch_file(dict(weight=Evil())), "holds more than tensors, and nothing of it was run"),
-    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps(Evil())), "pickle.pt: is no file of weights"),
+    "planted.pt": (torch_file(dict(weight=Planted())), "holds more than tensors, and nothing of it was run"),
+    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps(Planted())), "pickle.pt: is no file of weights"),
     "module.pt": (torch_file(nn.Linear(3, 2)), "holds more than tensors"),
     "number.pt": (torch_file(dict(weight=3)), "holds more than tensors by name"),
     "row.pt": (torch_file([WEIGHT]), "holds more than tensors by name"),
@@ -204,7 +204,7 @@ def test_a_file_is_mapped_anew_once_enough_of_it_was_read_and_what_was_read_stay
         assert all(torch.equal(read[key], t) for key, t in state.items())
 
 
-@pytest.mark.parametrize("name", ["evil.pt", "nan.safetensors", "absent.safetensors", "more.safetensors"])
+@pytest.mark.parametrize("name", ["planted.pt", "nan.safetensors", "absent.safetensors", "more.safetensors"])
 def test_init_with_a_bad_file_exits_4_with_one_line_and_a_row(name, train, tmp_path):
     BAD[name][0](tmp_path / name)
     done = train("--init", tmp_path / name)
