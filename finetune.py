@@ -24,12 +24,12 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     for NAME, VALUE in (("HF_HUB_OFFLINE", "1"), ("USE_HUB_KERNELS", "NO")):  # all is in --model
         os.environ.setdefault(NAME, VALUE)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
-    RANKS = ranks()
-    CONFIG = finetuning_flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
-    if RANKS[0] == 0:
-        check_at_once(CONFIG, RANKS[2])
-    PROGRESS = Progress("importing torch and transformers", speak=RANKS[0] == 0)
-    import_torch(RANKS[0], CONFIG.debug)
+    RANK, LOCAL_RANK, WORLD = ranks()
+    CONFIG = finetuning_flags.parse(sys.argv[1:], RANK, WORLD)
+    if RANK == 0:
+        check_at_once(CONFIG, WORLD)
+    PROGRESS = Progress("importing torch and transformers", speak=RANK == 0)
+    import_torch(RANK, CONFIG.debug)
 
 import torch
 from torch import Tensor
@@ -181,8 +181,8 @@ def main(
 if __name__ == "__main__":
     with PROGRESS:
         if CONFIG.preview:
-            status = show(CONFIG, RANKS[2]) if RANKS[0] == 0 else None
+            status = show(CONFIG, WORLD) if RANK == 0 else None
         else:
-            status = main(CONFIG, *RANKS, PROGRESS)
+            status = main(CONFIG, RANK, LOCAL_RANK, WORLD, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
     sys.exit(status)

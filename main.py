@@ -26,12 +26,12 @@ from trainer.distributed.terminal import Progress, import_torch, ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
-    RANKS = ranks()
-    CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
-    if RANKS[0] == 0:
-        check_at_once(CONFIG, RANKS[2])
-    PROGRESS = Progress("importing torch", speak=RANKS[0] == 0)
-    import_torch(RANKS[0], CONFIG.debug)
+    RANK, LOCAL_RANK, WORLD = ranks()
+    CONFIG = flags.parse(sys.argv[1:], RANK, WORLD)
+    if RANK == 0:
+        check_at_once(CONFIG, WORLD)
+    PROGRESS = Progress("importing torch", speak=RANK == 0)
+    import_torch(RANK, CONFIG.debug)
 
 import torch
 from torch import Tensor
@@ -166,6 +166,6 @@ def main(
 
 if __name__ == "__main__":
     with PROGRESS:
-        status = main(CONFIG, *RANKS, PROGRESS)
+        status = main(CONFIG, RANK, LOCAL_RANK, WORLD, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
     sys.exit(status)

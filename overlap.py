@@ -149,6 +149,11 @@ def overlap_pass_and_options(
     return moves, passes | dict(allow_buffer_reuse=False) | DISABLED_INDUCTOR_PASSES
 
 
+# ----------------------------------------------------------------------------------
+# Part 1. Overlap: which collective starts when, and is waited for when
+# ----------------------------------------------------------------------------------
+
+
 class Overlap(CustomGraphPass):
     """Moves the collectives of one post-grad graph. A collective is named by the node
     that starts it."""
@@ -171,8 +176,8 @@ class Overlap(CustomGraphPass):
         g = getattr(g, "graph", g)
         starts = [n for n in g.nodes if is_ours(n)]
         if not starts:
-            behind = weight_gradients_first(g)
-            keep_order(g, behind | cast_weights_again(g) | cast_gradients_last(g))
+            first = weight_gradients_first(g)
+            keep_order(g, first, cast_weights_again(g), cast_gradients_last(g))
             return
         self.warn_of_options()
         self.warn_of_units(starts)
@@ -182,7 +187,7 @@ class Overlap(CustomGraphPass):
             for wait in others:
                 wait.replace_all_uses_with(first)
                 g.erase_node(wait)
-        behind = weight_gradients_first(g)
+        weight_gradients = weight_gradients_first(g)
         backward = self.gather_again(g) if self.whole_step else None
         # Nodes compare by their places.
         gathers = sorted(gathers_of_parameters(g), key=first_use)
@@ -202,7 +207,7 @@ class Overlap(CustomGraphPass):
         for _ in range(2):
             give_way_at_peak(g)
             stable_topological_sort(g)
-        keep_order(g, behind | buckets_last(g))
+        keep_order(g, weight_gradients, buckets_last(g))
 
     def warn_of_options(self) -> None:
         undone = [
@@ -612,8 +617,8 @@ def source_of(n: fx.Node) -> fx.Node:
 def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Puts the gradient of a weight before the product that goes on from the same
     gradient of an output to that of an input, in a backward graph, and sums, as a bias
-    has, right behind the product that they are made from. Returns what has to stay
-    behind what."""
+    has, right behind the product that they are made from. Returns, as the other passes
+    do, for a node those that have to run before it."""
     gradients = descendants_of_tangents(g)
     # What a product depends on, but by way of a reduction over the ranks.
     leads_on = set()
@@ -631,17 +636,17 @@ def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         elif is_product(n):
             for source in {source_of(m): None for m in n.all_input_nodes}:
                 readers.setdefault(source, []).append(n)
-    behind = {}
+    predecessors = {}
     others = set()
     for n in of_parameters:
         # One, or orders that contradict each other would be possible.
         sources = {source_of(m) for m in n.all_input_nodes} & gradients
         products = readers.get(*sources, ()) if len(sources) == 1 else ()
         for product in products:
-            behind.setdefault(product, []).append(n)
+            predecessors.setdefault(product, []).append(n)
         if not products:
             others.add(n)
-    sort_behind(g, behind)
+    sort_behind(g, predecessors)
     for n in sorted(others):
         chain = set()
         at = None
@@ -661,14 +666,14 @@ def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if n in others:
             waiting.append(n)
         elif waiting and n in gradients and n in leads_on and is_product(n):
-            behind.setdefault(n, []).extend(waiting)
+            predecessors.setdefault(n, []).extend(waiting)
             waiting = []
-    return behind
+    return predecessors
 
 
-def sort_behind(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
+def sort_behind(g: fx.Graph, predecessors: dict[fx.Node, list[fx.Node]]) -> None:
     """Nodes stay in their order, but each comes behind its inputs and behind what
-    `behind` names for it."""
+    `predecessors` names for it."""
     done = set()
     last = None
     for first in list(g.nodes):
@@ -676,7 +681,7 @@ def sort_behind(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
         while todo:
             n = todo[-1]
             missing = [m for m in n.all_input_nodes if m not in done]
-            missing += [m for m in behind.get(n, ()) if m not in done]
+            missing += [m for m in predecessors.get(n, ()) if m not in done]
             if missing:
                 todo += sorted(missing, reverse=True)
                 continue
@@ -692,36 +697,36 @@ def buckets_last(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """A unit's bucket of gradients comes behind the last product that makes one.
     Inductor would allocate it with the first, since it writes each into its place; in
     the dtype of the reduction it is larger than what goes in."""
-    behind = {}
+    predecessors = {}
     for start in filter(is_ours, g.nodes):
         bucket = source_of(start.args[0])
         if start.target is not GATHER and bucket.target is aten.cat.default:
             sources = map(source_of, bucket.all_input_nodes)
-            behind[bucket] = sorted(filter(is_product, sources))[-1:]
-    return behind
+            predecessors[bucket] = sorted(filter(is_product, sources))[-1:]
+    return predecessors
 
 
 def cast_gradients_last(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """On a single rank, where nothing reduces them, gradients get the dtype of the
     parameters, which is larger, behind the last product of the graph."""
     products = [n for n in g.nodes if is_product(n)]
-    behind = {}
+    predecessors = {}
     for n in g.output_node().all_input_nodes:
         while is_layout(n) and n.target is not CAST and len(n.all_input_nodes) == 1:
             (n,) = n.all_input_nodes
         if n.target is CAST and is_product(source_of(n)):
             if nbytes_of(n) > nbytes_of(source_of(n)):
-                behind[n] = products[-1:]
+                predecessors[n] = products[-1:]
                 products[-1].append(n)
     stable_topological_sort(g)
-    return behind
+    return predecessors
 
 
 def cast_weights_again(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """On a single rank each product of a backward graph that reads a parameter in
     another dtype casts it for itself, so that the cast is not kept in between."""
     gradients = descendants_of_tangents(g)
-    behind = {}
+    predecessors = {}
     for cast in g.find_nodes(op="call_function", target=CAST) if gradients else ():
         if cast.args[0].op != "placeholder":
             continue
@@ -734,16 +739,19 @@ def cast_weights_again(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             copies = {}
             with g.inserting_before(reader):
                 reader.replace_input_with(n, copied(g, n, copies))
-            behind[copies[cast]] = [before]
-    return behind
+            predecessors[copies[cast]] = [before]
+    return predecessors
 
 
-def keep_order(g: fx.Graph, behind: dict[fx.Node, list[fx.Node]]) -> None:
-    """Has Inductor's scheduler keep nodes behind others: `behind` names, for a node,
+def keep_order(g: fx.Graph, *predecessors: dict[fx.Node, list[fx.Node]]) -> None:
+    """Has Inductor's scheduler keep this order. Each dictionary names, for a node,
     those that have to run before it."""
     alive = set(g.nodes)
-    order = {n: [m for m in behind.get(n, ()) if m in alive] for n in g.nodes}
-    order = {n: others for n, others in order.items() if others}
+    order = {}
+    for n in g.nodes:
+        before = [m for named in predecessors for m in named.get(n, ()) if m in alive]
+        if before:
+            order[n] = before
     preserve_node_ordering(g, order)
     g.lint()
 
@@ -763,7 +771,7 @@ def memory_of(g: fx.Graph) -> tuple[list[fx.Node], list[int], dict]:
     for n in nodes:
         sources = set().union(*(reads[m] for m in n.all_input_nodes))
         reads[n] = sources
-        if counts(n, dtypes):
+        if takes_memory(n, dtypes):
             spans[n] = [place[n], place[n]]
             reads[n] = {n}
         if n in spans or n.op == "output" or n.target is WAIT:
@@ -787,7 +795,7 @@ def memory_of(g: fx.Graph) -> tuple[list[fx.Node], list[int], dict]:
     return nodes, levels, spans
 
 
-def counts(n: fx.Node, dtypes: set) -> bool:
+def takes_memory(n: fx.Node, dtypes: set) -> bool:
     """Whether a node is taken for a tensor in memory, see memory_of."""
     if n.op == "placeholder" or is_product(n) or is_ours(n) or is_cut(n):
         return True

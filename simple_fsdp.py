@@ -74,9 +74,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
-# None: none on this thread.
-_compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_current_backward_id = torch._C._current_graph_task_id  # -1: no backward on this thread
+# What Dynamo does with a new frame. None: no compiled code runs on this thread.
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # None: outside of torch.func's vmap, jvp and grad.
 _transform = torch._C._functorch.peek_interpreter_stack
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
@@ -106,7 +106,7 @@ def _outside_dynamo(function):
 
     @functools.wraps(function)
     def run(*args, **kwargs):
-        if _compiled_code_runs() is None:
+        if _dynamo_callback() is None:
             return function(*args, **kwargs)
         return closed(*args, **kwargs)
 
@@ -193,9 +193,9 @@ def _dtypes(p: DTensor, policy: GatherPolicy) -> tuple[torch.dtype, torch.dtype]
 def _shard_count(p: DTensor) -> int:
     """Into how many shards a parameter is cut: its rows, over the last dimension of the
     mesh."""
-    *copies, last = p.placements
+    *outer, last = p.placements
     if not (last.is_shard(0) or last.is_replicate()) or any(
-        each.is_shard() for each in copies
+        placement.is_shard() for placement in outer
     ):
         raise RuntimeError(
             f"cannot gather a parameter with placements {p.placements}: "
@@ -252,30 +252,32 @@ def _all_gather(params: list[DTensor], dtype: torch.dtype) -> PendingCollective:
     """Parameters that are alike -> whole tensors."""
     shards = [p._local_tensor.to(dtype) for p in params]
     pairs = zip(shards, params, strict=True)
-    ranks = _shard_count(params[0])
-    if ranks == 1:
+    shard_count = _shard_count(params[0])
+    if shard_count == 1:
         yield
         # Without a cast this is the shard: a view of it, so that autograd tells them
         # apart.
         return [t.view_as(t) if t is p._local_tensor else t for t, p in pairs]
-    shards = [_pad(t, -(-len(p) // ranks)) for t, p in pairs]  # each [n / N, ..]
+    shards = [_pad(t, -(-len(p) // shard_count)) for t, p in pairs]  # each [n / N, ..]
     flat = _concat_rows(shards, 1)
     name = params[0].device_mesh.get_group(-1).group_name
-    flat = _collective(_c10d.all_gather_into_tensor, flat, ranks, name)
+    flat = _collective(_c10d.all_gather_into_tensor, flat, shard_count, name)
     try:
         yield
     finally:
         flat = _collective(_c10d.wait_tensor, flat)
-    parts = _split_rows(flat, ranks, [t.numel() for t in shards], _cut)
+    parts = _split_rows(flat, shard_count, [t.numel() for t in shards], _cut_op)
     return [_unpad(t, p.shape) for t, p in zip(parts, params, strict=True)]
 
 
 def _average(grads: list[Tensor], p: DTensor, cut) -> PendingCollective:
     """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the
     shards."""
-    ranks = _shard_count(p)
-    grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
-    flat = _concat_rows(grads, ranks)
+    shard_count = _shard_count(p)
+    grads = [
+        _pad(t, -(-len(t) // shard_count) * shard_count) if t.ndim else t for t in grads
+    ]
+    flat = _concat_rows(grads, shard_count)
     # hybrid_shard: scatters, then reduces the shards.
     mesh = p.device_mesh
     dims = [dim for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
@@ -291,12 +293,12 @@ def _average(grads: list[Tensor], p: DTensor, cut) -> PendingCollective:
                 yield
         finally:
             flat = _collective(_c10d.wait_tensor, flat)
-    return _split_rows(flat, 1, [t.numel() // ranks for t in grads], cut)
+    return _split_rows(flat, 1, [t.numel() // shard_count for t in grads], cut)
 
 
 def _reduce(
     node_meta: dict | None, dtype: torch.dtype, params, *grads: Tensor
-) -> PendingCollective:
+) -> Generator[None, None, tuple[DTensor, ...]]:
     """Whole gradients -> averages over the ranks, as shards in the stored dtype."""
     with _annotated(node_meta):
         shards = [grad.to(dtype) for grad in grads]
@@ -419,29 +421,32 @@ _UNIT_NAME = _library.define(f"gather_unit_{_COPY}(Tensor[] params, {_POLICY}) -
 _CUT_NAME = _library.define(
     f"cut_{_COPY}(Tensor rows, SymInt[] sizes, int dim=1) -> Tensor[]"
 )
-_gather = getattr(_operations, _NAME).default
+_gather_op = getattr(_operations, _NAME).default
 # It has no result: without this the compiler would drop it.
-_gather_unit = torch.fx.node.has_side_effect(getattr(_operations, _UNIT_NAME).default)
-_cut = getattr(_operations, _CUT_NAME).default
+_gather_unit_op = torch.fx.node.has_side_effect(
+    getattr(_operations, _UNIT_NAME).default
+)
+_cut_op = getattr(_operations, _CUT_NAME).default
 
 
 # Gathered rows are cut up by an operation that Inductor does not look into, so that
 # their memory is free again. Of views, Inductor would copy each where it is used, and
 # hold all rows until the last.
 @torch.library.impl(_library, _CUT_NAME, "CompositeExplicitAutograd")
-def _cut_up(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
+def _cut_impl(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
     return torch.split_with_sizes_copy(rows, sizes, dim)
 
 
-@torch.library.register_fake(_cut, lib=_library)
-def _cut_shapes(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
+@torch.library.register_fake(_cut_op, lib=_library)
+def _cut_fake(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
     return [rows.new_empty(len(rows), size) for size in sizes]
 
 
 @contextmanager
 def _annotated(node_meta: dict | None) -> Iterator[list]:
-    """Notes whose they are at the nodes that AOTAutograd's graph gets inside of it;
-    gives a list of them, too."""
+    """Copies `node_meta` into the meta of each node that AOTAutograd's graph gets while
+    it is open. Gives a list, which holds those nodes once it is closed. None: does
+    nothing."""
     nodes = []
     graph = get_proxy_mode().tracer.graph.nodes if node_meta else ()
     before = len(graph)
@@ -468,7 +473,7 @@ def _traced_gather(params: list[DTensor], policy: GatherPolicy) -> tuple[Tensor,
     # Backward gathers again, as it would under a checkpoint. Without
     # reshard_after_forward the parts are saved, not the rows that they were cut from.
     parts = (
-        (_cut, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
+        (_cut_op, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
     )
     for node in nodes:
         saved = not policy.reshard_after_forward and node.target in parts
@@ -483,11 +488,13 @@ def _traced_gather(params: list[DTensor], policy: GatherPolicy) -> tuple[Tensor,
 
 
 def _gather_key(p: DTensor, policy: GatherPolicy) -> tuple:
-    """(key, shard). The key says in which trace, how, and how differentiable a
-    parameter is gathered: under another key it is another tensor. Graphs inside of a
-    graph (torch.cond, a checkpoint) share the parameter, hence the tracer's id. The
-    shard is what functionalization has for it: another tensor once anything has written
-    to that memory. Its id is part of the key, and is its own as long as it is kept."""
+    """(key, shard). A parameter that was gathered in this trace is gathered again where
+    the key differs: by the tracer (torch.cond or a checkpoint trace a graph inside of a
+    graph, and share the parameter), by the policy, by whether a gradient is needed, or
+    by the shard. The shard is the tensor that functionalization has for the parameter:
+    another one after each write to its memory. Whoever stores the key stores the shard
+    with it: its id stands in the key, and Python gives the id of a freed object to a
+    new one."""
     _catch_up(p._local_tensor)  # which is a functional tensor while AOTAutograd traces
     shard = _functional_value(p._local_tensor.elem)
     trace = id(get_proxy_mode().tracer)
@@ -495,7 +502,7 @@ def _gather_key(p: DTensor, policy: GatherPolicy) -> tuple:
 
 
 @torch.library.impl(_library, _UNIT_NAME, "CompositeImplicitAutograd")
-def _gather_all(params: list[DTensor], *policy) -> None:
+def _gather_unit_impl(params: list[DTensor], *policy) -> None:
     if get_proxy_mode() is None:  # Dynamo asks for shapes: there are none
         return
     policy = GatherPolicy(*policy)
@@ -512,17 +519,17 @@ def _gather_all(params: list[DTensor], *policy) -> None:
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
-def _gather_one(p: DTensor, *policy) -> Tensor:
+def _gather_impl(p: DTensor, *policy) -> Tensor:
     # Dynamo, and AOTAutograd before it has a graph, ask for shapes. backend="eager"
     # makes no graph: there each parameter is gathered alone, and kept for backward.
     if get_proxy_mode() is None:
         return _Gather.apply(None, _dtypes(p, GatherPolicy(*policy)), None, p)[0]
-    _gather_all([p], *policy)
+    _gather_unit_impl([p], *policy)
     return p._gathered[-1]
 
 
 # In inference mode, backend="eager".
-_handlers[_gather] = lambda op, args, _: _gather_one(*args)
+_handlers[_gather_op] = lambda op, args, _: _gather_impl(*args)
 # detect_anomaly asks each gradient, and ours are DTensors, which lack this operation. A
 # rank asks of its own shard, and raises alone.
 _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(
@@ -655,18 +662,18 @@ def _listed_units(model: nn.Module, units: Iterable) -> list[list[nn.Module]]:
     return groups
 
 
-def _elements(module: nn.Module) -> int:
+def _parameter_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
 def _find_units(model: nn.Module) -> set[nn.Module]:
     units = set()
-    third = _elements(model) / 3
+    third = _parameter_elements(model) / 3
 
     def walk(parent):
         parts = list(_unit_candidates(parent))
         for part, listed in parts:
-            large = _is_list(part) and _elements(part) >= third
+            large = _is_list(part) and _parameter_elements(part) >= third
             alone = len(parts) == 1 and not listed
             if large or alone or _holds_blocks(part, listed):
                 walk(part)
@@ -718,7 +725,7 @@ def _reader(name: str) -> property:
             return p
         try:
             if torch.compiler.is_compiling():
-                return _gather(p, *module._gather_policy)
+                return _gather_op(p, *module._gather_policy)
             return _eager.read(module, p)
         except AttributeError as e:
             # nn.Module.__getattr__ would swallow it and give the shard.
@@ -803,13 +810,13 @@ def _wrapped_class(
         return run
 
     # copy.deepcopy and pickle cannot find this class: they make it anew.
-    def reduce(self, protocol):
+    def reduce_ex(self, protocol):
         return _new, (cls, names, role, is_root), self.__getstate__()
 
     attributes = dict(
         forward=forward,
         get_parameter=get_parameter,
-        __reduce_ex__=reduce,
+        __reduce_ex__=reduce_ex,
         __module__=cls.__module__,
         __qualname__=cls.__qualname__,
         _data_parallel_class=cls,
@@ -859,7 +866,7 @@ def _gather_members(module: nn.Module) -> None:
             sets.setdefault(member._gather_policy, []).extend(own)
     for policy, params in sets.items():
         if len(params) > 1:  # one alone is gathered where it is read
-            _gather_unit(params, *policy)
+            _gather_unit_op(params, *policy)
 
 
 def data_parallel(
@@ -908,14 +915,14 @@ def data_parallel(
     if units is not None or getattr(model, "_data_parallel_units_listed", False):
         model._data_parallel_units_listed = True  # a second call keeps them
         wrapped = {module for module in model.modules() if _is_unit(type(module))}
-        units = listed | wrapped
+        unit_modules = listed | wrapped
     else:
-        units = _find_units(model)
+        unit_modules = _find_units(model)
     for group in groups:
         if len(group) > 1:
             for module in group:
                 module._data_parallel_group = tuple(group)
-    inside = {member for unit in units for member in unit.modules()}
+    inside = {member for unit in unit_modules for member in unit.modules()}
     for module in list(model.modules()):
         if "_gather_policy" not in module.__dict__:
             if module is not model and next(module.parameters(), None) is None:
@@ -929,7 +936,13 @@ def data_parallel(
             (name, p.shape) for name, p in module._parameters.items() if p is not None
         )
         names = getattr(cls, "_data_parallel_names", own)
-        role = "unit" if module in units else "part" if module in inside else "alone"
+        role = (
+            "unit"
+            if module in unit_modules
+            else "part"
+            if module in inside
+            else "alone"
+        )
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
         module.__class__ = _wrapped_class(
             _unwrapped_class(module), names, role, is_root
@@ -1128,9 +1141,9 @@ class _Bucket:
     """Parameters that are gathered at once; and again in backward, until it has had
     each."""
 
-    # The bucket that forward gathered before. Held: else each rank's garbage collector
-    # would decide whether its backward begins it ahead.
-    before = None
+    # The bucket that forward gathered just before this one. A strong reference: else
+    # each rank's garbage collector would decide whether its backward begins it ahead.
+    previous = None
 
     def __init__(self, params: list[DTensor], policy: GatherPolicy):
         self.params = params
@@ -1176,22 +1189,22 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size = _size([self])
-        bucket = self.before
+        size = _gathered_elements([self])
+        bucket = self.previous
         while size > 0 and bucket is not None:
             # A unit that holds another was gathered for what came behind that.
             if bucket.reads_expected > 0 and not bucket.is_used:
-                size -= _size([bucket])
+                size -= _gathered_elements([bucket])
                 if bucket.pending is None and not bucket.wholes:
                     bucket.begin()
-            bucket = bucket.before
+            bucket = bucket.previous
 
     def free(self) -> None:
         self.wholes = {}
         self.pending = None
 
 
-def _size(buckets: Iterable[_Bucket]) -> int:
+def _gathered_elements(buckets: Iterable[_Bucket]) -> int:
     """How many elements they gather."""
     return sum(p.numel() for bucket in buckets for p in bucket.params)
 
@@ -1398,7 +1411,9 @@ class _GatherSchedule:
             if follower not in self.in_flight:
                 modules = _modules_gathered_by(follower)
                 self.in_flight[follower] = self.start(memo, modules)
-            size -= _size(bucket for bucket, *_ in self.in_flight[follower])
+            size -= _gathered_elements(
+                bucket for bucket, *_ in self.in_flight[follower]
+            )
 
     def start(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
         """Starts to gather the modules' own parameters that are not in the memo, those
@@ -1429,7 +1444,7 @@ class _GatherSchedule:
         """Waits for what `start` gave, and puts it into the memo. Returns the number of
         elements."""
         for bucket, token, states_and_names in in_flight:
-            bucket.before = self.last_bucket
+            bucket.previous = self.last_bucket
             self.last_bucket = bucket
             with _outside_user_modes(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
@@ -1443,16 +1458,16 @@ class _GatherSchedule:
                 # reentrant checkpoint gathers again, backward reads at once.
                 reshard = state.policy.reshard_after_forward
                 is_copy = storage._cdata != _address(p)
-                if reshard and is_copy and _backward_runs() == -1:
+                if reshard and is_copy and _current_backward_id() == -1:
                     storage._sharded = bucket, p, state.versions
-        return _size(bucket for bucket, *_ in in_flight)
+        return _gathered_elements(bucket for bucket, *_ in in_flight)
 
 
 @_skipped_by_dynamo
 def _read(module: nn.Module, p: DTensor) -> Tensor:
     """The gathered parameter inside of a forward, of backward, of recomputation and of
     compiled code; elsewhere the parameter itself."""
-    if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
+    if _thread.memo is None and _current_backward_id() == -1 and not _dynamo_callback():
         return p
     return _read_whole(module, p)
 
@@ -1464,7 +1479,7 @@ def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
     # A checkpoint repeats a part of the forward, and has what the bucket gathers again.
     # A bucket that expects no reads is of a forward without gradients: a reentrant
     # checkpoint's, which repeats all of it and gathers anew, into the memo.
-    bucket = _buckets.get(state) if _backward_runs() != -1 else None
+    bucket = _buckets.get(state) if _current_backward_id() != -1 else None
     if bucket and bucket.reads_expected > 0 and state not in (memo or ()):
         return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
     if memo is None:

@@ -11,7 +11,7 @@ from small_model import B, Ops, T, assert_bitwise, assert_close, batch, build, t
 from lab.profiling.collectives import inductor_passes
 from lean import lean_mlp, lean_mlp_backward
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from simple_fsdp import _cut as cut
+from simple_fsdp import _cut_op as cut
 from trainer.step import AdamW, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")

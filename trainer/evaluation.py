@@ -62,7 +62,7 @@ def evaluate(
                 )
         if batches.error:  # the next boundary ends the run
             total[0] = math.nan
-        loss, count = step.over_ranks(total, "sum").tolist()
+        loss, count = step.all_reduce(total, "sum").tolist()
     found = dict(eval_loss=loss / count)
     if batches.bytes:
         return found | dict(eval_bpb=found["eval_loss"] / math.log(2))

@@ -65,11 +65,12 @@ def shard_group(p: Tensor):
     return None
 
 
-def global_norm(where: list, grads: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient from its local shards, fp32 scalar. where: `shard_group` of each parameter."""
+def global_norm(shard_groups: list, grads: list[Tensor]) -> Tensor:
+    """2-norm of the whole gradient from its local shards, fp32 scalar.
+    shard_groups: `shard_group` of each parameter."""
     total = None
     groups = {}
-    for group, g in zip(where, grads, strict=True):
+    for group, g in zip(shard_groups, grads, strict=True):
         groups.setdefault(group, []).append(g)
     for group, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
@@ -196,15 +197,19 @@ class Step:
         self.mesh = mesh
         self.whole_weights = None
         self.compiled = {}
-        self.over_replicas = accum_sync == "shards"  # what backward leaves to the end of the step
+        # Backward averages over the shards alone; the end of the step averages over the replicas.
+        self.average_replicas_at_end = accum_sync == "shards"
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(
                 model, optimizer, param_dtype, reduce_dtype or param_dtype
             )
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn = self.loss_sum
-        self.where = [shard_group(p) for p in optimizer.params]
-        groups = {None if w is None else w[0].get_group(w[1]).group_name for w in self.where}
+        self.shard_groups = [shard_group(p) for p in optimizer.params]
+        groups = {
+            None if group is None else group[0].get_group(group[1]).group_name
+            for group in self.shard_groups
+        }
         dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
         self.replicated = [dim for dim in dims if groups != {mesh.get_group(dim).group_name}]
         self.grad_norm = self.bad = None  # until the first step
@@ -255,7 +260,7 @@ class Step:
             torch._dynamo.maybe_mark_dynamic(t, 1)
         return t
 
-    def over_ranks(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
+    def all_reduce(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
         """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
         for dim in range(self.mesh.ndim if self.mesh is not None else 0) if dims is None else dims:
             if self.mesh.size(dim) > 1:
@@ -266,15 +271,15 @@ class Step:
     def labels_per_rank(self, targets: Tensor) -> Tensor:
         """Labels of the global batch (none count as one) divided by ranks: what a rank divides its sum of token losses
         by. One all-reduce."""
-        return self.over_ranks((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
+        return self.all_reduce((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
         kernels, and would clip and decide apart. The largest, and not finite if one is not."""
-        norm = global_norm(self.where, grads)
+        norm = global_norm(self.shard_groups, grads)
         if not self.replicated:
             return norm
-        norm, broken = self.over_ranks(
+        norm, broken = self.all_reduce(
             torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated
         )
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
@@ -326,10 +331,10 @@ class Step:
         if self.whole_weights:
             self.enter("reduce", grads)
             grads = self.whole_weights.reduce_fn(grads)
-        if self.over_replicas:
+        if self.average_replicas_at_end:
             self.enter("reduce", grads)
             for i, grad in enumerate(grads):  # one by one: each may be freed
-                grads[i] = self.over_ranks(grad, "avg", [0])
+                grads[i] = self.all_reduce(grad, "avg", [0])
         self.enter("step", grads)
         if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
@@ -338,7 +343,7 @@ class Step:
     @torch.no_grad()
     def average(self, loss: Tensor) -> Tensor:
         """The mean over all ranks, the same on each."""
-        return self.over_ranks(loss, "avg")
+        return self.all_reduce(loss, "avg")
 
     def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm, and whether the update was refused; `loss` is that of all ranks. What `__call__` does
@@ -389,7 +394,7 @@ class OneGraph(Step):
         loss = self.loss_sum(tokens, targets, labels, **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
-            loss = self.over_ranks(loss.detach(), "avg")
+            loss = self.all_reduce(loss.detach(), "avg")
             return loss, *self.update(grads, loss)
 
     def whole_step(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
@@ -553,7 +558,11 @@ def make_step(
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(
-            plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__
+            plain_loss.__code__.replace(),
+            plain_loss.__globals__,
+            plain_loss.__name__,
+            plain_loss.__defaults__,
+            plain_loss.__closure__,
         )
         step.loss_fn = compiled("loss", types.MethodType(own, step), options)
         if compiled_update:
