@@ -195,7 +195,7 @@ def gradients(mesh):
 
 
 def replicas_once(mesh):
-    """The recipe of docs/wrapper.md, two micro-batches a rank: largest difference to one process."""
+    """The recipe of docs/how_it_works.md, two micro-batches a rank: largest difference to one process."""
     torch.manual_seed(7)
     inputs, plain = torch.randn(4, 2, 6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     mesh = two_d(mesh)
