@@ -24,7 +24,7 @@ WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
 SHAPE = "depth", "width", "grow", "vocab", "seqlen"  # flags of the size of a model and its rows
 HIDDEN = re.compile(r"\..")  # how names begin that are no data
-TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/how_it_works.md has a row of each
+TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # a row each in docs/how_it_works.md
 
 
 def never_run(version: str) -> str:
