@@ -6,7 +6,7 @@
     python plan.py --gpus 8 --what-if seqlen 2048 4096 8192
 
 Peak memory is a closed form, held against the memory of generated code; time is a roofline with two streams
-(docs/PLANNER.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
+(docs/planner.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
 --exact.
 """
 

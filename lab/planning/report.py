@@ -277,7 +277,7 @@ def peak_error(q: Question) -> str:
         q.a.note,
     ]
     if c.compile == "none" or any(others):
-        return "peak: predicted; that of such a step was never held against generated code (docs/PLANNER.md, Memory)"
+        return "peak: predicted; that of such a step was never held against generated code (docs/planner.md)"
     if q.a.gated:
         worst, rows = GATED_ERROR
         return f"peak: predicted; with a gated MLP it was off by at most {worst} % in {rows} settings of generated code"

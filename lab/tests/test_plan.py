@@ -24,7 +24,7 @@ from trainer import costs
 from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-FAR = 6  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
+FAR = 6  # rows of results/ that the closed form misses by more than 1 %; docs/planner.md names them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
@@ -129,7 +129,7 @@ def test_a_small_collective_gives_way_at_the_peak_and_a_large_one_does_not():
 
 
 def test_peaks_of_generated_code():
-    """Of the rows that the program wrote; docs/PLANNER.md has the table."""
+    """Of the rows that the program wrote; docs/planner.md has the table."""
     found = [each for name in planner.PEAKS for each in planner.simulated(ROOT / "results" / name)]
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
     assert len(found) >= 50 and len(far) <= FAR, "\n".join(far)
@@ -276,7 +276,7 @@ def test_the_published_table_of_what_fits(tmp_path):
 
 
 def test_a_cell_of_the_published_table_contradicts_others():
-    """docs/PLANNER.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
+    """docs/planner.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
     ac = fit_of_qwen()
     step = 0.05
     at_least = (ac[8, 4] - step) - ac[16, 4]  # what 8 -> 16 frees, as a ratio, before it is rounded up

@@ -36,7 +36,7 @@ def test_published_runs_are_planned_as_well_as_is_said(found):
     assert len(found) == 153
     for word, most in (("compiled", 0.05), ("eager", 0.12)):
         assert median(e for row, e in found if report.kind_of(row.q).startswith(word)) <= most
-    page, readme = ((ROOT / name).read_text() for name in ("docs/PLANNER.md", "README.md"))
+    page, readme = ((ROOT / name).read_text() for name in ("docs/planner.md", "README.md"))
     for table in (planner.summary(found), planner.summary(planner.left_out())[1:3], planner.memory()[:7]):
         assert "\n".join(table) in page
     compiled, eager = (line.split(", ") for line in planner.summary(planner.left_out())[1:3])
