@@ -121,6 +121,43 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
     assert "is damaged and is made again" in again.out
 
 
+OVERWRITTEN = {  # what is in place of a table's bytes, in as many
+    "other tokens": lambda held, ids: held.replace(ids.tobytes(), (ids ^ 1).tobytes()),
+    "nothing": lambda held, ids: bytes(len(held)),
+    "large numbers": lambda held, ids: b"\x7f" * len(held),
+}
+
+
+@pytest.mark.parametrize("kind", OVERWRITTEN)
+@pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
+def test_a_cache_that_is_written_over_while_it_is_read_exits_3_after_saving(kind, flags, tune, tmp_path, monkeypatch):
+    """What says where an example begins is in the file as well: the program must not follow it out of its tables."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    real = chat.ChatBatches.__next__
+
+    def overwrite(self):
+        if self.sample == 8:
+            (path,) = (tmp_path / "cache").rglob("*.arrow")
+            ids, _ = self.data.data[0]
+            held = path.read_bytes()
+            other = OVERWRITTEN[kind](held, ids)
+            assert len(other) == len(held) and other != held
+            with open(path, "r+b") as file:
+                file.write(other)
+        return real(self)
+
+    monkeypatch.setattr(chat.ChatBatches, "__next__", overwrite)
+    done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
+    fails(done, 3, "expected the tokens of the start, found others; the file was written over: the same command")
+    (step,) = (tmp_path / "run").glob("step-*")
+    assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err
+    assert done.steps[-1]["step"] == int(step.name[5:])
+    monkeypatch.setattr(chat.ChatBatches, "__next__", real)
+    again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
+    assert again.code == 0
+    assert "is damaged and is made again" in again.out
+
+
 def test_a_table_that_shrinks_while_it_is_read_is_read_from_its_copy(tmp_path):
     """A mapped file would end the process with SIGBUS."""
     pyarrow = pytest.importorskip("pyarrow")

@@ -21,6 +21,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate, chain, islice, pairwise
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data import DataError, readable, unusable
-from trainer.distributed.terminal import one_line, tell
+from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import Columns
 from trainer.finetuning.messages import BadLine
@@ -231,14 +232,26 @@ class Tokenised:
         column = data.data.column
         self.files = files
         self.digest = digest  # of the examples, by which a checkpoint knows its data
-        self.ids: ChunkedArray = column("ids")
-        self.learned: ChunkedArray = column("learned")
-        self.file = column("file").to_numpy()  # [E]: the number of its file
-        self.across = column("across").to_numpy()  # [E]: as of Encoder.marked
-        self.sizes = _sizes(self.ids)  # [E]: of tokens
+        self.file = np.array(column("file"))  # [E]: the number of its file
+        self.across = np.array(column("across"))  # [E]: as of Encoder.marked
+        self.sizes = _sizes(column("ids"))  # [E]: of tokens
+        # Of each chunk: ids and which are learned, of all its examples. They are mapped, as what says where an example
+        # begins is in the file, too: a copy of that says it here, and what is read later must have the same checksum.
+        self.ids = [chunk.flatten().to_numpy() for chunk in column("ids").chunks]
+        self.learned = [chunk.flatten() for chunk in column("learned").chunks]
+        counts = [len(chunk) for chunk in column("ids").chunks]
+        # [E]: the number of its chunk
+        self.chunks = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        ends = np.cumsum(self.sizes)
+        before = np.append(0, np.cumsum([len(ids) for ids in self.ids]))
+        starts = ends - self.sizes - before[self.chunks]
+        self.starts = starts.astype(np.int32)  # [E]: in its chunk
+        self.checksums = np.zeros(len(self.sizes), np.uint32)  # [E]
+        for number in range(len(self.sizes)):
+            self.checksums[number] = _checksum(*self._mapped(number))
         changes = (np.diff(column(name).to_numpy(), prepend=-1) for name in ("file", "line"))
         self.lines = np.cumsum(np.any([*changes], 0))  # [E]: that it is of, counted over all files
-        self.top = max(chunk.flatten().to_numpy().max(initial=0) for chunk in self.ids.chunks)
+        self.top = max(ids.max(initial=0) for ids in self.ids)
         notes = column("notes").combine_chunks().flatten().value_counts().to_pylist()
         self.notes = {note["values"]: note["counts"] for note in notes}  # how many lines have each
         self.bad = data.select(np.flatnonzero(_sizes(column("bad")))).to_list()
@@ -247,18 +260,28 @@ class Tokenised:
         ]
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids [n] and which of them are learned [n]."""
-        ids, learned = self.ids[number].values, self.learned[number].values
-        return ids.to_numpy(), learned.to_numpy(zero_copy_only=False)
+        """ids [n] and which of them are learned [n]. DataError where they are not those of the start."""
+        mapped, learned = self._mapped(number)
+        ids = mapped.copy()  # of which the checksum is, whatever is written meanwhile
+        if _checksum(ids, learned) != self.checksums[number]:
+            where = f"{self.stored[0][0]}, example {grouped(number + 1)}"
+            fix = "the file was written over: the same command makes it again"
+            raise unusable(where, "the tokens of the start", "others", fix)
+        return ids, learned
+
+    def _mapped(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        chunk, start, size = self.chunks[number], self.starts[number], self.sizes[number]
+        learned = self.learned[chunk].slice(start, size).to_numpy(zero_copy_only=False)
+        return self.ids[chunk][start : start + size], learned
 
     def labels(self, most: int) -> np.ndarray:
         """[E]: how many of the first `most` tokens of each are learned, but for its first."""
         found = []
-        for chunk in self.learned.chunks:
-            learned = chunk.flatten().to_numpy(zero_copy_only=False)
+        edges = np.searchsorted(self.chunks, np.arange(len(self.learned) + 1))
+        for chunk, own in zip(self.learned, map(slice, edges, edges[1:]), strict=False):
+            learned = chunk.to_numpy(zero_copy_only=False)
             before = np.append(0, np.cumsum(learned))  # how many are learned before each
-            sizes = chunk.value_lengths().to_numpy()
-            starts = np.cumsum(sizes) - sizes
+            starts, sizes = self.starts[own], self.sizes[own]
             first = np.minimum(starts + 1, starts + sizes)
             found.append(before[starts + np.minimum(sizes, most)] - before[first])
         return np.concatenate(found)
@@ -272,17 +295,21 @@ class Tokenised:
                     raise unusable(path, "what was there at the start", "the end", fix)
 
 
+def _checksum(ids: np.ndarray, learned: np.ndarray) -> int:
+    return zlib.crc32(learned, zlib.crc32(ids))
+
+
 def _sizes(lists: ChunkedArray) -> np.ndarray:
     return np.concatenate([chunk.value_lengths().to_numpy() for chunk in lists.chunks])
 
 
-def _digest(data: Dataset) -> str:
+def _digest(examples: Tokenised) -> str:
     """Of the examples, whatever files they are from."""
     made = hashlib.blake2b(digest_size=16)
-    for name in ("ids", "learned"):
-        for chunk in data.data.column(name).chunks:
-            made.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
-    examples = Tokenised([], data, "")
+    for ids in examples.ids:
+        made.update(ids)
+    for learned in examples.learned:
+        made.update(learned.to_numpy(zero_copy_only=False))
     for numbers in (examples.sizes, examples.lines, examples.across):
         made.update(numbers[examples.sizes > 0].tobytes())
     return made.hexdigest()
@@ -362,9 +389,10 @@ def _cached(folder: Path, encoder: Encoder, flag: str) -> Tokenised:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    digest = _digest(data)
-    seal.write_text(_seal(folder, digest))
-    return Tokenised(encoder.files, data, digest)
+    made = Tokenised(encoder.files, data, "")
+    made.digest = _digest(made)
+    seal.write_text(_seal(folder, made.digest))
+    return made
 
 
 def tokenised(
