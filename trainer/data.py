@@ -336,6 +336,8 @@ class ReadAhead(Iterator):
     """Batches of which two are read before they are needed, so that all ranks end together where one cannot read on."""
 
     ahead: dict[int, Any] = {}  # batches that were read, by their first sample
+    # Tokens that end what is learned, by their text, of which a checkpoint tells its export.
+    learned_ends: dict[str, int] = {}
     error: DataError | None = None  # what could not be read
 
     def taken(self) -> Any:

@@ -94,7 +94,11 @@ class Saver(AbstractContextManager):
             model=self.step.model.identity,
             torch=torch.__version__,
             world=dist.get_world_size(),
-            data=dict(description=batches.description, fingerprint=batches.fingerprint),
+            data=dict(
+                description=batches.description,
+                fingerprint=batches.fingerprint,
+                ends=batches.learned_ends,
+            ),
             tensors=table_of(state),
         )
         write = partial(save_step, self.c, f"step-{k:08d}", about, self.group)

@@ -295,6 +295,12 @@ class ChatBatches(ReadAhead):
         self.tokens, self.labels = (
             int(n[first].sum()) for n in (self.data.inputs - self.data.shared, self.data.labels)
         )
+        # The tokens that end what is learned.
+        self.learned_ends = {
+            self.tokenizer.convert_ids_to_tokens(i): i for i in self.data.data.ends
+        }
+        # At which --sample stops. What a run exports may have others: see `stopping`.
+        self.ends = {*self.learned_ends.values()}
         digests = [each.data.digest for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
         same += () if self.shares is None else (self.sizes, self.shares)
@@ -365,12 +371,6 @@ class ChatBatches(ReadAhead):
             text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
         note = "\nthe tokenizer merges text over the start of an answer, which is cut there"
         return text + note * bool(self.data.data.across[self.data.chosen[number]])
-
-    @property
-    def ends(self) -> set[int]:
-        """Tokens that end what --sample writes."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {self.tokenizer.eos_token_id, *(i for i, token in added if token.special)}
 
     def prompt(self, most: int) -> list[int]:
         """What --sample answers: the last tokens before the first answer of what is held out or, without it, of what is

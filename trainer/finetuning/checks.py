@@ -111,7 +111,7 @@ def export_mark(c: Config) -> str:
     file = "adapter_config.json" if c.lora and not c.merge else "config.json"
     folder = os.path.realpath(c.export or "")
     written = os.stat(os.path.join(folder, file)).st_mtime_ns
-    return f"{folder} merge={c.merge} max_shard_gb={c.max_shard_gb} {written}"
+    return f"{folder} merge={c.merge} keep_eos={c.keep_eos} max_shard_gb={c.max_shard_gb} {written}"
 
 
 def was_exported(c: Config) -> bool:

@@ -124,6 +124,9 @@ class Output(flags.Output):
     --lora it holds the adapters, which peft's PeftModel.from_pretrained() puts beside that model."""
     merge: bool = False
     """With --lora: --export the whole model with the adapters in its weights, instead of the adapters for peft."""
+    keep_eos: bool = False
+    """Leave the stop tokens (eos_token_id) of --export as in --model. Without it the token that ends learned turns is
+    written beside them, so that generate() stops there."""
     max_shard_gb: float = 5.0
     """Largest size of a file of --export, in 10^9 bytes."""
     preview: bool = False

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 9
+FORMAT = 10
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
@@ -166,12 +166,13 @@ class Encoder:
         wholes = iter(self.tokens([example.text for example in examples]))
         parts = iter(self.tokens([part for example in examples for part in example.parts]))
         for file, line, example, notes in waiting:
-            row = dict(file=file, line=line, ids=[], learned=[], across=False, notes=notes, bad=[])
+            row = dict(file=file, line=line, ids=[], learned=[], across=False, ends=[])
+            row |= dict(notes=notes, bad=[])
             try:
                 if isinstance(example, BadLine):
                     raise example
                 whole, own = next(wholes), [*islice(parts, len(example.parts))]
-                ids, learned, row["across"] = self.marked(example, whole, own)
+                ids, learned, row["across"], row["ends"] = self.marked(example, whole, own)
                 row |= dict(ids=np.array(ids, np.int32), learned=np.array(learned))
                 row["notes"] = notes + [ACROSS] * row["across"]
             except BadLine as why:
@@ -182,9 +183,10 @@ class Encoder:
 
     def marked(
         self, example: Example, whole: list[int], parts: list[list[int]]
-    ) -> tuple[list[int], list[bool], bool]:
-        """The ids of an example, which of them are learned, and whether a token of the whole text lies across the start
-        of an answer: there a model that is asked goes on from the tokens of the prompt alone. Raises BadLine."""
+    ) -> tuple[list[int], list[bool], bool, list[int]]:
+        """The ids of an example, which of them are learned, whether a token of the whole text lies across the start of
+        an answer (there a model that is asked goes on from the tokens of the prompt alone), and the tokens that end
+        what is learned. Raises BadLine."""
         joined = [*chain.from_iterable(parts)]
         across = False
         if whole != joined:
@@ -204,10 +206,11 @@ class Encoder:
             before = self.bos if joined[:1] != self.bos else []
             after = [self.eos] if joined[-1:] != [self.eos] else []
             learned = [False] * len(before) + learned + [True] * len(after)
-            return before + joined + after, learned, across
+            return before + joined + after, learned, across, [self.eos]
         answers = [part for part in parts[1::2] if part]
         if not answers:
             raise BadLine("learned tokens", "none", TEMPLATE)
+        ends = set()
         for answer in answers:
             last = len(answer)
             # A line break after the turn.
@@ -217,7 +220,8 @@ class Encoder:
                 expected = "a special token at the end of each answer, which teaches to stop"
                 found = f"one that ends with {self.tokenizer.decode(answer[:last][-4:])!r}"
                 raise BadLine(expected, found, way_on(self.tokenizer.chat_template))
-        return joined, learned, across
+            ends.add(answer[last - 1])
+        return joined, learned, across, sorted(ends)
 
 
 def error_of(files: list[Path], row: dict[str, Any]) -> DataError:
@@ -254,6 +258,8 @@ class Tokenised:
         self.top = max(ids.max(initial=0) for ids in self.ids)
         notes = column("notes").combine_chunks().flatten().value_counts().to_pylist()
         self.notes = {note["values"]: note["counts"] for note in notes}  # how many lines have each
+        # Tokens that end what is learned.
+        self.ends = sorted(column("ends").combine_chunks().flatten().unique().to_pylist())
         self.bad = data.select(np.flatnonzero(_sizes(column("bad")))).to_list()
         self.stored = [
             (file["filename"], os.path.getsize(file["filename"])) for file in data.cache_files
@@ -348,6 +354,7 @@ def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
         ids=List(Value("int32")),
         learned=List(Value("bool")),
         across=Value("bool"),
+        ends=List(Value("int32")),
         notes=texts,
         bad=texts,
     )

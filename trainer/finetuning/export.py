@@ -4,8 +4,8 @@
     export(config, model, group, between)                          # of a run, all ranks; one file at a time on rank 0
 
 Names and dtypes are those of the files in --model, beside which its config, tokenizer and other small files are copied
-as they are. safetensors alone, an index if there are several. OUT gets its name when all is in it. Exit codes as
-trainer.checkpoint.export.
+as they are; the tokens that end what was learned become stop tokens there. safetensors alone, an index if there are
+several. OUT gets its name when all is in it. Exit codes as trainer.checkpoint.export.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
 from trainer.distributed.terminal import fail
+from trainer.finetuning import stopping
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
@@ -82,10 +83,15 @@ def write_folder(
 
 
 def write_model(
-    out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float
+    out: str,
+    inner: nn.Module,
+    source: str,
+    whole: Callable[[str], Tensor],
+    shard_gb: float,
+    ends: dict[str, int],
 ) -> str:
     """A new folder with all of a model, as `write_folder`. whole: gives a tensor of the model, by its name without
-    adapters; asked for each once, in the order of `own_tensors`."""
+    adapters; asked for each once, in the order of `own_tensors`. ends: tokens at which generation shall stop, too."""
     tensors = files_of(inner, source)
     made = {}
 
@@ -104,18 +110,29 @@ def write_model(
             # A text model, of the folder of one with images.
             config.architectures = [type(inner).__name__]
             config.save_pretrained(folder)
+        if new:
+            stopping.write(folder, inner.config, stops, new)
 
+    stops = stopping.stop_tokens(source, inner.config)
+    new = stopping.not_stopping(stops, ends)
     like = {name: t for name, (*_, t) in tensors.items()}
-    return write_folder(
+    line = write_folder(
         out, source, "model.safetensors", like, read, shard_gb, copied(source), finish
     )
+    said = f"; generation stops at {stopping.in_words(new)}, too, which ends what was learned"
+    return line + said * bool(new)
 
 
 def write_adapters(
-    out: str, model: HuggingFaceModel, source: str, whole: Callable[[str], Tensor]
+    out: str,
+    model: HuggingFaceModel,
+    source: str,
+    whole: Callable[[str], Tensor],
+    ends: dict[str, int],
 ) -> str:
     """A new folder with the adapters as peft saves them, and the tokenizer's files, as `write_folder`. whole: gives an
-    adapter's tensor by its name in the model; asked for each once, in the order of the model."""
+    adapter's tensor by its name in the model; asked for each once, in the order of the model. ends: tokens that end
+    what was learned; where the model itself does not stop at them, the line says so."""
     from trainer.finetuning.adapters import saved
 
     made = saved(model, source)
@@ -129,9 +146,13 @@ def write_adapters(
     def finish(folder):
         Path(folder, SETTINGS).write_text(made.settings)
 
-    return write_folder(
+    line = write_folder(
         out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish
     )
+    stops = stopping.stop_tokens(source, model.model.config)
+    new = stopping.not_stopping(stops, ends)
+    said = f"; answers end with {stopping.in_words(new)}, at which the model beside them does not stop: "
+    return line + (said + stopping.call(stops, new)) * bool(new)
 
 
 def export(
@@ -139,9 +160,12 @@ def export(
     model: HuggingFaceModel,
     group: dist.ProcessGroup | None,
     between: Callable[[], Any] = lambda: None,
+    ends: dict[str, int] | None = None,
 ) -> str:
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time; rank 0
-    holds those of one file. between: called before each on all ranks. Raises CheckpointError on all ranks."""
+    holds those of one file. between: called before each on all ranks. ends: tokens that end what was learned, {text:
+    id}. Raises CheckpointError on all ranks."""
+    ends = ends if ends and not c.keep_eos else {}
     inner = model.model
     alone = bool(c.lora and not c.merge)
     adapters = adapters_in(inner.named_parameters())
@@ -167,8 +191,9 @@ def export(
         if dist.get_rank() > 0:
             return ""
         if alone:
-            return write_adapters(c.export, model, c.model, lambda name: next(tensors))
-        return write_model(c.export, inner, c.model, lambda name: next(tensors), c.max_shard_gb)
+            return write_adapters(c.export, model, c.model, lambda name: next(tensors), ends)
+        size = c.max_shard_gb
+        return write_model(c.export, inner, c.model, lambda name: next(tensors), size, ends)
 
     try:
         return checkpoint.on_all(lambda: _drained(work, tensors), group, f"{c.export}: ")[0]
@@ -234,10 +259,11 @@ def of_checkpoint(args: argparse.Namespace) -> str:
                     stopped(args.out, signals.got)
                 return checkpoint.read(found, f"model.{name}")
 
+            ends = {} if args.keep_eos else found.about.get("data", {}).get("ends", {})
             if not lora:
-                return write_model(args.out, inner, args.model, read, args.max_shard_gb)
+                return write_model(args.out, inner, args.model, read, args.max_shard_gb, ends)
             if not args.merge:
-                return write_adapters(args.out, model, args.model, read)
+                return write_adapters(args.out, model, args.model, read, ends)
             path = weights_in(args.model)
             there = renamed(path, weights.table(path), inner)
             tensors = base_tensors(inner)
@@ -248,7 +274,7 @@ def of_checkpoint(args: argparse.Namespace) -> str:
                 region = regions[id(tensors[name])]
                 return adapters.merged(inner, name, region.read(0, tuple(region.like.shape)), read)
 
-            return write_model(args.out, inner, args.model, whole, args.max_shard_gb)
+            return write_model(args.out, inner, args.model, whole, args.max_shard_gb, ends)
     finally:
         dist.destroy_process_group()
 
@@ -272,6 +298,12 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="of a run with --lora: the whole model with the adapters "
         "in it, instead of the adapters",
+    )
+    parser.add_argument(
+        "--keep-eos",
+        action="store_true",
+        help="leave the stop tokens (eos_token_id) as in --model; without it the token that ends learned "
+        "turns is written beside them",
     )
     parser.add_argument(
         "--max-shard-gb",

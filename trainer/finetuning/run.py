@@ -14,6 +14,7 @@ from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
 from trainer.costs import moment_size
 from trainer.distributed.terminal import tell
+from trainer.finetuning import stopping
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
 from trainer.finetuning.columns import parsed
@@ -176,6 +177,7 @@ def report_model(run: Run, c: Config, model: HuggingFaceModel, device: torch.dev
             f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
             f"{kept[0]}; use --param-dtype fp32 to compute with them as it does"
         )
+    say_whether_it_stops(run, c, model)
     if usual := model.longest_short(c.seqlen):
         say(
             f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
@@ -187,6 +189,26 @@ def report_model(run: Run, c: Config, model: HuggingFaceModel, device: torch.dev
             f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
             "--effective-batch says how many rows it takes"
         )
+
+
+def say_whether_it_stops(run: Run, c: Config, model: HuggingFaceModel) -> None:
+    """Names the tokens that end what is learned and at which generation goes on. --sample stops where
+    the export does."""
+    stops = stopping.stop_tokens(c.model, model.model.config)
+    new = stopping.not_stopping(stops, run.batches.learned_ends)
+    run.batches.ends = {*stops} if c.keep_eos else {*stops, *new.values()}
+    if not new:
+        return
+    if c.keep_eos:
+        what = f"--keep-eos leaves that so: {stopping.call(stops, new)}"
+    elif c.lora and not c.merge:
+        what = f"adapters cannot change that: {stopping.call(stops, new)}, or --merge"
+    else:
+        what = f"--export writes {stopping.KEY} {[*stops, *new.values()]}"
+    say(
+        f"answers end with {stopping.in_words(new)}, at which generation of --model does not stop "
+        f"({stopping.KEY} {stops}); {what}"
+    )
 
 
 def has_exported(run: Run, c: Config) -> bool:
@@ -203,7 +225,8 @@ def has_exported(run: Run, c: Config) -> bool:
 
 def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
-    line = export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"))
+    ends = run.batches.learned_ends
+    line = export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"), ends)
     if run.rank == 0 and c.save is not None:
         # The export is whole: without this the same command would only refuse it.
         with suppress(OSError, UnicodeError):
