@@ -15,7 +15,7 @@
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
 #   ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]
 #                                      proves on all GPUs of this machine what was never run on several: one file to send
-#                                      (docs/verify.md); --device cpu: on CPU ranks; --world 8: 8 simulated ranks
+#                                      (docs/measuring.md); --device cpu: on CPU ranks; --world 8: 8 simulated ranks
 #   ./launch.sh gpu [PYTEST'S FLAGS]   verify on one GPU, with 8 simulated ranks, and every other test that needs a GPU
 #   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys

@@ -19,7 +19,7 @@ FAULTS = re.findall(r"^\| (\d+) \| .+ \| .+ \|$", PAGES["docs/checkpoints_and_fa
 SHOWN_BY = tomllib.loads((ROOT / "tests/faults.toml").read_text())
 PROMISED = range(1, 85)
 NOT_OURS = {"my_file.py", "out.pt", "front.png", "chat.jsonl", "config.json", "tokenizer.json",  # of the reader
-            "adapter_config.json", "state.json", "a.jsonl", "b.jsonl"}  # fmt: skip
+            "adapter_config.json", "generation_config.json", "state.json", "a.jsonl", "b.jsonl"}  # fmt: skip
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 FILE = re.compile(r"(?<![\w/.*-])[\w.-][\w./-]*\.(?:py|md|sh|jsonl|txt|csv|toml|json|png|svg)\b(?!\w)")
 def sections(page):

@@ -1,6 +1,6 @@
 """What the proof of several GPUs shares: flags of pytest, the machine, figures of tests, the file to send.
 
-    ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]        # docs/verify.md
+    ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]        # docs/measuring.md
 """
 
 import os
