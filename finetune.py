@@ -62,7 +62,7 @@ def show(config: finetuning_flags.Config, world: int) -> None:
         config = flags.resolve(config, "cpu", world)
         vocab = blank_model(config.model).model.get_input_embeddings().num_embeddings
         with answering():
-            put(open_data(config, vocab).preview(0, color=sys.stdout.isatty()))
+            put(open_data(config, vocab).preview(0, color=sys.stdout.isatty()), safe=True)
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

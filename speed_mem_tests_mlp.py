@@ -28,7 +28,7 @@ import tyro
 from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import fail, grouped, markdown, ranks
+from trainer.distributed.terminal import fail, grouped, markdown, put, ranks
 
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
@@ -284,10 +284,9 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         oom = memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
-        print(
+        put(
             f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}",
-            file=sys.stderr,
-            flush=True,
+            stream=sys.stderr,
         )
     peaks = {name: mib for name, _, mib in stages.rows}
     started = {
@@ -300,7 +299,7 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     row |= memory.peak(device) | timing.clocks(device)
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)
-        print("\n".join([*stages.lines(), *final_lines(row)[:3]]))
+        put("\n".join([*stages.lines(), *final_lines(row)[:3]]))
     if code == 0:
         shutdown()
     return code
@@ -327,7 +326,7 @@ def table(c: Config) -> int:
         {c.table: cells}, argparse.Namespace(**how, any_commit=False, report=False), settings
     )
     rows = sweep.read_rows(results)
-    print(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")
+    put(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")
     return 0 if finished else 1
 
 

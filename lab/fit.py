@@ -38,7 +38,7 @@ from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.costs import link
 from trainer.distributed.command_line import default, parse_known
-from trainer.distributed.terminal import fail, grouped, tell
+from trainer.distributed.terminal import fail, grouped, put, tell
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
 from trainer.logging import append_jsonl, check_writable, read_rows
@@ -195,7 +195,7 @@ def measured(own: Fit, words: list[str], cell: search.Cell, limit: float) -> dic
         line = [*line_of(own, words, cell.ranks, cell.micro), *remat.split()]
         name = sweep.cell_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):
-            print(f"[{cell.ranks} ranks, micro-batch {cell.micro}] {remat}", flush=True)
+            put(f"[{cell.ranks} ranks, micro-batch {cell.micro}] {remat}")
             title = f"fit n={cell.ranks} --batch {cell.micro} {remat}"
             setting = sweep.given(sweep.parse(line)[1])
             rows[name] = sweep.attempt(name, args, own.timeout, title, setting)

@@ -3,6 +3,7 @@
     pytest tests/test_faults_around.py        # no GPU; a few seconds
 """
 
+import ast
 import json
 import os
 import random
@@ -33,7 +34,7 @@ from trainer.checkpoint import lock
 from trainer.costs import measured
 from trainer.data import DataError
 from trainer.data import check_files as check_data
-from trainer.distributed import launch
+from trainer.distributed import launch, terminal
 from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import regular
 from trainer.finetuning import chat, examples, sources, templates
@@ -372,6 +373,55 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
     done = train("--data", f"text:{tmp_path}/\x1b]52;c;eA==\x07\x9b2J\udcff")
     fails(done, 3, "]52;c;eA==", "\\udcff")
     assert not {*done.err} & {*"\x1b\x07\x9b"}
+
+CONTROLS = "\x1b]52;c;eA==\x07\x9b2J\u202e"  # writes into a clipboard, clears, turns the text that follows round
+
+
+def test_what_a_run_prints_controls_no_terminal(trains, tmp_path, environ):
+    """The names of data and of the folder stand in its lines; torchrun prints the file of its error again."""
+    data = tmp_path / f"a{CONTROLS}.txt"
+    data.write_bytes(bytes(range(65, 91)) * 99)
+    done = trains("--data", f"text:{data}", "--save", tmp_path / f"run{CONTROLS}")
+    assert "a\ufffd]52;c;eA==" in done.out and not {*done.out, *done.err} & {*"\x1b\x07\x9b\u202e"}
+    environ(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    terminal.tell_error(CONTROLS)
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "]52;c;eA==" in told and not {*told} & {*"\x1b\x07\x9b\u202e"}
+
+
+def test_what_libraries_print_controls_no_terminal():
+    """Warnings of matplotlib, for instance, name characters that rows have and a font lacks."""
+    code = f"""
+import logging, sys, warnings
+from trainer.distributed.terminal import filter_libraries
+filter_libraries()
+warnings.warn({CONTROLS!r})
+logging.warning("%s", {CONTROLS!r})
+raise ValueError({CONTROLS!r})
+"""
+    done = ran(sys.executable, "-c", code)
+    assert done.err.count("]52;c;eA==") == 3 and not {*done.err} & {*"\x1b\x07\x9b\u202e"}, done.err
+
+
+def test_texts_of_any_script_stay_as_they_are():
+    for text in ("\u00e4 \u6f22\u3000\u5b57\u00a0\U0001f600\n\ta", "plain"):
+        assert terminal.shown(text) == text
+
+
+def test_everything_that_is_printed_goes_through_one_function():
+    """terminal.put; what a shell reads is printed as it is, and a file of the watchdog is none of the terminal's."""
+    own = {"trainer/distributed/terminal.py": 1, "trainer/fault_tolerance/watchdog.py": 1,
+           "lab/sweeps/slurm.py": 1, "lab/sweeps/sweep.py": 1}  # fmt: skip
+    files = [file for folder in ("", "trainer/**/", "lab/**/") for file in ROOT.glob(f"{folder}*.py")]
+    found = {}
+    for file in files:
+        name = str(file.relative_to(ROOT))
+        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        names = [getattr(call, "id", None) or getattr(call, "attr", None) for call in calls]
+        prints = sum(each in ("print", "print_exc", "print_exception", "pprint") for each in names)
+        if prints and "tests" not in file.parts:
+            found[name] = prints
+    assert found == own
 
 
 READERS = {  # what opens a file that a flag or a folder names

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.profiling import collectives
 from overlap import is_product
+from trainer.distributed.terminal import put
 from trainer.logging import append_jsonl, check_writable
 from trainer.measuring import timing
 
@@ -53,7 +54,7 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         model, graphs = collectives.of_trainer(c, own.world)
     except ValueError as e:
         flags.fail(str(e), 0)
-    print("\n".join(collectives.report(model, graphs, c.grad_accum)))
+    put("\n".join(collectives.report(model, graphs, c.grad_accum)))
     made = {
         f"{name}, {part}": graph_row(gm)
         for name, pair in graphs.items()

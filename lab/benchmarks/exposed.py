@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer import config as flags
-from trainer.distributed.terminal import fail, grouped, markdown
+from trainer.distributed.terminal import fail, grouped, markdown, put
 from trainer.logging import append_jsonl, check_writable, read_jsonl
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
@@ -259,7 +259,7 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         fail(str(e), 0)
     for row in rows:
         append_jsonl(own.results, row)
-    print(table(rows))
+    put(table(rows))
     shutdown()
     return 0
 

@@ -30,6 +30,7 @@ from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
 from lab.report.published import published as published_table
 from trainer.costs import flops_per_token, link, reference
+from trainer.distributed.terminal import put
 from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -417,27 +418,27 @@ def table(title: str, found: Sequence[Compared]) -> list[str]:
 def show() -> None:
     """Prints all tables."""
     found = errors(published())
-    print(
+    put(
         *summary(found),
         "",
         "the same, each publication predicted by constants fitted to the others",
         sep="\n",
     )
-    print(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
-    print("", "tokens/s, error %, row, why extrapolated", sep="\n")
+    put(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
+    put("", "tokens/s, error %, row, why extrapolated", sep="\n")
     for row, error in sorted(found, key=lambda each: -abs(each[1])):
-        print(
+        put(
             f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}"
         )
     for name in PEAKS:
-        print(*table(f"simulated peaks, MiB, {name}", simulated(ROOT / "results" / name)), sep="\n")
+        put(*table(f"simulated peaks, MiB, {name}", simulated(ROOT / "results" / name)), sep="\n")
     for title, times in (
         ("published times, ms, A100", published_times()),
         ("published times, ms, RTX 4090", published_times("RTX4090", "rtx-4090")),
         ("steps of one H100, ms", own_times()),
     ):
         others = [each for each in times if each.name not in FITTED]
-        print(*table(f"{title}, not fitted", others), sep="\n")
+        put(*table(f"{title}, not fitted", others), sep="\n")
 
 
 if __name__ == "__main__":
@@ -447,4 +448,4 @@ if __name__ == "__main__":
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fit", action="store_true", help="print lab/planning/field.toml")
-    print(field_text()) if parser.parse_args().fit else show()
+    put(field_text()) if parser.parse_args().fit else show()

@@ -15,12 +15,12 @@ import sys
 from dataclasses import replace
 
 from trainer import config as flags
-from trainer.distributed.terminal import fail, ranks
+from trainer.distributed.terminal import fail, put, ranks
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     if {"-h", "--help"} & {*sys.argv[1:_cut]}:
-        sys.exit(print(__doc__))
+        sys.exit(put(__doc__))
     RANKS = ranks()
     CELLS = sys.argv[1:_cut]
     CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
@@ -114,7 +114,7 @@ def interleave(
             with timer.step(excluded=k < WARMUP):
                 loss = step(*batch)
         if rank == 0 and k in (0, n - 1):
-            print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
+            put(f"step {k + 1}: loss of the last cell {loss.item():.4f}")
 
 
 def compare(
@@ -164,7 +164,7 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
         fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
-        print(
+        put(
             f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
             f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}"
         )

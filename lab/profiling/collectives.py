@@ -18,7 +18,7 @@ import sys
 from lab.profiling.command import parse_tool, tool
 from simple_fsdp import units_of
 from trainer import config as flags
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.collectives", __doc__)
@@ -416,11 +416,11 @@ def main(target: str | None, world: int, c: flags.Config) -> int:
         target
         or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
     )
-    print(
+    put(
         f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
         f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}"
     )
-    print("\n".join(report(model, graphs, c.grad_accum)))
+    put("\n".join(report(model, graphs, c.grad_accum)))
     dist.destroy_process_group()
     return 0
 

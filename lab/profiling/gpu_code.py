@@ -31,7 +31,7 @@ from unittest import mock
 
 from lab.profiling.command import parse_tool, tool
 from trainer import config as flags
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.gpu_code", __doc__)
@@ -517,7 +517,7 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         fail(str(e), 0)
     dist.destroy_process_group()
     for code in codes:
-        print(
+        put(
             f"{code.name}: {len(code.kernels)} kernels, {len(code.source.splitlines())} lines of code"
         )
     if own.save:
@@ -526,9 +526,9 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
             for kernel in code.kernels.values():
                 (Path(own.save) / f"{i}_{code.name}_{kernel.name}.py").write_text(kernel.source)
     rows = [] if own.no_kernels else compiled(codes, own.arch)
-    print(*table(rows) if rows else [], sep="\n")
+    put(*table(rows) if rows else [], sep="\n")
     failed = [row for row in rows if "error" in row]
-    print(f"{own.arch}, {len(rows)} configurations compiled, {len(failed)} failed; nothing was run")
+    put(f"{own.arch}, {len(rows)} configurations compiled, {len(failed)} failed; nothing was run")
     return int(bool(failed))
 
 

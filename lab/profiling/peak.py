@@ -22,7 +22,7 @@ from unittest import mock
 
 from lab.profiling.command import parse_tool, tool
 from trainer import config as flags
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.peak", __doc__)
@@ -270,11 +270,11 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
-    print(*report(timeline, meter, own.kernels), sep="\n")
+    put(*report(timeline, meter, own.kernels), sep="\n")
     top = timeline.peaks(1)[0].nbytes
     more = CUBLAS_MIB.get(arch, 0)
     allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
-    print(f"simulated, not measured: {mib(top)} MiB{allowed}")
+    put(f"simulated, not measured: {mib(top)} MiB{allowed}")
     return c, timeline, meter
 
 

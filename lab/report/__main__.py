@@ -29,7 +29,7 @@ from lab.report.html import page
 from lab.report.runs import shared
 from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
-from trainer.distributed.terminal import answering, grouped, one_line, shown
+from trainer.distributed.terminal import answering, grouped, one_line, put, shown
 from trainer.logging import check_writable
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
@@ -199,9 +199,9 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
             if named:
                 raise
             continue
-        print(shown(about), shown(table), sep="\n\n", end="\n\n")
+        put(about, table, sep="\n\n", end="\n\n")
         paths, left = figures(name, made[0], rows, args, folder) if folder else ([], "")
-        print(shown(left), end="\n\n" * bool(left))
+        put(left, end="\n\n" * bool(left))
         about += f"\n{left}" * bool(left)
         printed |= {id(row): row for row in rows}
         sections.append((name, about, table, paths))
@@ -216,13 +216,13 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         name = "time against memory"
         about = "A grey line: nothing is better in both."
         paths, left = figures(name, shared(shaped), shaped, args, folder)
-        print(shown(left), end="\n\n" * bool(left))
+        put(left, end="\n\n" * bool(left))
         sections += [(name, f"{about}\n{left}", "", paths)] * bool(paths)
     drawn = [path for *_, paths in sections for path in paths]
-    print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
+    put(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
     if args.html:
         args.html.write_text(page(sections))
-        print(args.html)
+        put(args.html)
 
 
 def with_files(text: str, files: list[Path]) -> str:
@@ -277,12 +277,12 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
             files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
             table, about, paths = studied(args.study, files, args.plots)
-            print(shown(about), "", shown(table), *[""] * bool(paths), *paths, sep="\n")
+            put(about, "", table, *[""] * bool(paths), *paths, sep="\n")
             return 0
         if len(args.axis) == 2 and all(
             Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis
         ):
-            print(shown(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl")))))
+            put(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
             return 0
         if args.last is not None and args.last < 1:
             raise ValueError(f"--last {args.last}: must be at least 1")
@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
                 "no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here"
             )
         done = "rewritten" if args.write else "differ"
-        print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
+        put(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0
     except ValueError as error:
         parser.exit(2, f"report: {shown(with_files(str(error), args.results))}\n")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from lab.studies.study import Parser, names
+from trainer.distributed.terminal import put
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     status = 0
     for name in args.only:
-        print(f"== {name}", flush=True)
+        put(f"== {name}")
         done = subprocess.run(
             [sys.executable, "-m", f"lab.studies.{name}", *["--small"] * args.small, *args.flags]
         )

@@ -41,7 +41,7 @@ from gloo import one_worker_thread
 from lab.report.published import REFERENCE
 from model import ModelConfig, Transformer
 from trainer.costs import device_peak
-from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, ranks, tell
+from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, put, ranks, tell
 from trainer.logging import append_jsonl, check_writable, read_jsonl
 from trainer.measuring import memory, timing
 
@@ -536,11 +536,11 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     name = name_of(module)
     rows = newest(name, run(name, module.settings(args), module.measure, args))
     told, text = module.table(rows)
-    print("", told, "", text, "", sep="\n")
+    put("", told, "", text, "", sep="\n")
     try:
-        print(*figure(module, rows, args.plots), sep="\n")
+        put(*figure(module, rows, args.plots), sep="\n")
     except ImportError as error:  # matplotlib
-        print(f"no plot: {error}; pip install matplotlib, or the extra plot")
+        put(f"no plot: {error}; pip install matplotlib, or the extra plot")
     except ValueError as error:  # plots.NoFigure, which only matplotlib's users can import
-        print(f"no plot: {error}")
+        put(f"no plot: {error}")
     return 0

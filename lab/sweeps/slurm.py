@@ -23,7 +23,7 @@ from trainer import config
 from trainer.checkpoint import lock
 from trainer.checkpoint.manifest import Refused
 from trainer.distributed.command_line import PROCESSES, flag
-from trainer.distributed.terminal import did_you_mean, fail, tell
+from trainer.distributed.terminal import did_you_mean, fail, put, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 WORD = r"\S+", "one word"
@@ -173,11 +173,11 @@ def claimed(folder: Path, wait: bool) -> Iterator[bool]:
         said = lock.take(str(folder), patient=wait)
     except Refused as error:
         who = str(error).removeprefix(f"--save {folder}: ").partition(";")[0]
-        print(f"    left out: {who.replace('is writing there', 'runs it')}", flush=True)
+        put(f"    left out: {who.replace('is writing there', 'runs it')}")
         yield False
         return
     try:
-        print(f"    {said}\n" * (said is not None), end="", flush=True)
+        put(f"    {said}\n" * (said is not None), end="")
         yield True
     finally:
         lock.drop(str(folder))
@@ -186,12 +186,12 @@ def claimed(folder: Path, wait: bool) -> Iterator[bool]:
 def main() -> None:
     """Prints the script that trains. Exit code 2: bad input, in one line."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
-        return print(__doc__)
+        return put(__doc__)
     try:
         text = training(sys.argv[1:])
     except ValueError as error:
         fail(str(error), 0)
-    print(text)
+    print(text)  # for a shell, which must get each character
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
-from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
+from trainer.distributed.terminal import did_you_mean, grouped, markdown, put, tell
 from trainer.logging import (
     append_jsonl,
     check_writable,
@@ -471,13 +471,13 @@ def attempt(
     end = run(cell, [*args.program, "--results", str(args.results), *args.output], limit, log, name)
     row = read_rows(args.results, size).get(cell)
     if row is None and end == "timeout" and limit < args.timeout:
-        return print(f"    cut short by --budget {args.budget:g}: not counted")
+        return put(f"    cut short by --budget {args.budget:g}: not counted")
     if row is None:
         row = failed_row(cell, end or "exit 0 without a row", setting)
         append_jsonl(args.results, row)
     elif end:
-        print(f"    after its row: {end}")
-    print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
+        put(f"    after its row: {end}")
+    put(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})")
     return row
 
 
@@ -505,13 +505,13 @@ def sweep(
         others
     )
     done = f"{len(cells) - len(todo)} finished before{others}"
-    print(f"{len(cells)} cells, {done}; rows in {args.results}", flush=True)
+    put(f"{len(cells)} cells, {done}; rows in {args.results}")
     deadline = time.monotonic() + args.budget
     for i, cell in enumerate(todo, 1):
         left = min(args.timeout, deadline - time.monotonic())
         if left <= 0:
             break
-        print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
+        put(f"[{i}/{len(todo)}] {names[cell]}")
         with slurm.claimed(place(cell, args.results), wait=one is not None) as free:
             known = (
                 {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
@@ -525,7 +525,7 @@ def sweep(
         for study, own in tables.items()
     }
     for study, text in texts.items():
-        print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
+        put(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}")
     output = config.parse(args.output)
     if output.wandb != "off" and not one:
         found = {
@@ -539,13 +539,13 @@ def sweep(
             output.wandb_tags,
         )
     if missing := unfinished(cells, rows):
-        print(
+        put(
             f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again"
         )
     if args.report:
-        print(write_page(args.results))
+        put(write_page(args.results))
     elif any(cell in rows for cell in cells):
-        print(f"\nto draw them: {page_command(args.results)}")
+        put(f"\nto draw them: {page_command(args.results)}")
     return not missing
 
 
@@ -613,7 +613,7 @@ def command(argv: list[str]) -> int | None:
             f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs"
         )
     if args.list:
-        return print("\n".join(cells))
+        return put("\n".join(cells))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
     logged = config.parse(shlex.split(join(output)))

@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, put
 
 
 def export(args: argparse.Namespace) -> str:
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.shard_gb > 0:
         parser.error(f"--shard-gb {args.shard_gb}: must be a positive number")
     try:
-        print(export(args))
+        put(export(args))
     except (ValueError, CheckpointError) as error:
         fail(str(error), 0, 4 if isinstance(error, CheckpointError) else 2)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ Imports no torch, so that bad flags are answered at once.
 
 import errno
 import json
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,9 @@ import socket
 import sys
 import threading
 import time
+import traceback
+import unicodedata
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
@@ -84,6 +88,7 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
 def import_torch(rank: int, debug: bool = False) -> None:
     """Imports the greater part of torch. Ends the process in one line if that fails, as under some locales and where an
     environment variable of torch has a value that it does not know."""
+    filter_libraries()
     try:
         import torch._inductor.compile_fx  # noqa: F401
     except Exception as error:
@@ -97,14 +102,21 @@ def import_torch(rank: int, debug: bool = False) -> None:
 def shown(text: str) -> str:
     """A text for a terminal: what would control that is a replacement character, half a character an escape."""
     text = text.encode("utf-8", "backslashreplace").decode()
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(each if _harmless(each) else "\ufffd" for each in text)
+
+
+def _harmless(character: str) -> bool:
+    # Spaces of other scripts count as not printable.
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
 
 
 def tell_error(line: str) -> None:
     """Prints on stderr why this rank ends, and leaves it where torchrun's last lines repeat it: its own traceback of
     thirty lines would else be all that is seen. What the line names may come from a stranger's files."""
-    line = line.replace("\n", "\\n")  # of a file's name
-    tell(shown(line), sys.stderr)
+    line = shown(line.replace("\n", "\\n"))  # of a file's name
+    tell(line, sys.stderr)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if file and not os.path.exists(file):
         told = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))
@@ -113,22 +125,56 @@ def tell_error(line: str) -> None:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line to `stream` (None: stdout), characters that its encoding lacks as escapes. If the stream takes no
-    more, because its reader has left or its disk is full, this costs one warning, and all after that is lost."""
+    """Prints a line to `stream` (None: stdout) as `put` does. If the stream takes no more, because its reader has left
+    or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
-        put(text, stream)
+        put(text, stream=stream)
     except (OSError, ValueError) as error:
         _mute(stream)
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
-def put(text: str, stream: TextIO | None = None) -> None:
-    """As `tell`, but raises OSError or ValueError if the stream takes no more."""
+def put(
+    *texts: object,
+    stream: TextIO | None = None,
+    sep: str = " ",
+    end: str = "\n",
+    safe: bool = False,
+) -> None:
+    """As `print`, and the only caller of it in all programs: names of files, rows and texts of strangers are in what
+    they print, so that a text loses what would control a terminal (`shown`), unless it is `safe`: has lost that, and
+    got colours. Characters that the encoding of the stream (None: stdout) lacks are escapes. Raises OSError or
+    ValueError if the stream takes no more."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    text = sep.join(map(str, texts))
+    text = text if safe else shown(text)
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    print(text, file=stream, end=end, flush=True)
+
+
+def filter_libraries() -> None:
+    """From now on warnings, loggers and tracebacks of this process print what `put` would: matplotlib's, for instance,
+    repeat what rows say."""
+
+    def warn(message, category, filename, lineno, file=None, line=None):
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        tell(text.rstrip("\n"), file or sys.stderr)
+
+    def record(*args, **kwargs) -> logging.LogRecord:
+        made = logging.LogRecord(*args, **kwargs)
+        with suppress(Exception):  # a logger's own mistake is told by itself
+            made.msg, made.args = shown(made.getMessage()), None
+        return made
+
+    def uncaught(kind, error, trace):
+        tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), sys.stderr)
+
+    warnings.showwarning = warn
+    logging.setLogRecordFactory(record)
+    sys.excepthook = uncaught
 
 
 def _mute(stream: TextIO) -> None:
@@ -141,6 +187,7 @@ def _mute(stream: TextIO) -> None:
 def answering() -> Iterator[None]:
     """Around a program, or its --help, whose whole work is what it prints on stdout. If that takes no more, it ends in
     one line with exit code 2, and without a word, as SIGPIPE would end it, if its reader has left."""
+    filter_libraries()
     # A process may have been started without.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     try:

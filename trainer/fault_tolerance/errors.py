@@ -6,6 +6,7 @@ Ctrl-C, 129: by SIGHUP, 131: by SIGQUIT) after saving.
 """
 
 import re
+import sys
 import traceback
 from pathlib import Path
 from tempfile import gettempdir
@@ -21,7 +22,7 @@ from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
-from trainer.distributed.terminal import one_line, tell_error
+from trainer.distributed.terminal import one_line, tell, tell_error
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.measuring import memory
@@ -69,7 +70,7 @@ def ended_by(
     if stopped:  # perhaps by another rank, which has seen it first
         watchdog.follow_launcher()
     elif debug:
-        traceback.print_exception(error)
+        tell("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     if signum and run is not None and not (watchdog.begun or stopped):
         # Ctrl-C ends the compiler as well, which then looks like an error of its own.
         watchdog.stop(signum)

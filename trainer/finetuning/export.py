@@ -33,7 +33,7 @@ from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, put
 from trainer.finetuning import stopping
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
             f"--model {args.model}: is no folder; name the one that finetune.py began with"
         )
     try:
-        print(of_checkpoint(args))
+        put(of_checkpoint(args))
     except (DataError, CheckpointError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 4)
     except KeyboardInterrupt:
