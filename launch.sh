@@ -75,7 +75,7 @@ install() {
     rm -rf .venv && mkdir .venv && echo begun > .venv/.installed  # first: it may be interrupted
     "${PYTHON:-python3}" -m venv .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
-    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot,gpucode]' >&2
+    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,plot,gpucode]' >&2
     echo "$hash $kind" > .venv/.installed
 }
 

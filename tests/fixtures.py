@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from conversations import SPECIAL, TEMPLATES, TURNS, chats
 from planted import planting
-from running import TINY, TORCHRUN, read, resolved
+from running import ROOT, TINY, TORCHRUN, read, resolved
 from torch._inductor import config as inductor
 from torch.nn.attention import flex_attention as flex
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -47,6 +47,9 @@ ast.parse = parse_alone
 # Or torch would compile a probe for each kind of vector instructions in each cache directory, and load it in a process
 # of its own for each process that compiles. The variable is for processes that import torch later.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
+
+# Programs of the checkout are not installed: those that a test starts find them here.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 # The files whose tests take longest, in that order; what is not here takes a few seconds.
 LONGEST = """

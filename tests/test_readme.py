@@ -14,7 +14,10 @@ from documented import commands
 from running import ROOT, ran, rows_of
 
 README = (ROOT / "README.md").read_text()
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+}
 FAULTS = re.findall(r"^\| (\d+) \| .+ \| .+ \|$", PAGES["docs/checkpoints_and_faults.md"], re.MULTILINE)
 SHOWN_BY = tomllib.loads((ROOT / "tests/faults.toml").read_text())
 PROMISED = range(1, 85)

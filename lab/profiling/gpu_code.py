@@ -116,7 +116,7 @@ def no_triton() -> str | None:
     try:
         import triton
     except ImportError:
-        return "GPU code needs Triton: pip install 'simple-fsdp-trainer[gpucode]', or ./launch.sh install"
+        return "GPU code needs Triton: pip install -e '.[gpucode]', or ./launch.sh install"
     return (
         None
         if triton.__version__ >= "3"
