@@ -1,4 +1,4 @@
-"""Other people's habits after data_parallel(): the rows of docs/coming_from.md, on 2 gloo ranks or a fake group."""
+"""Other people's habits after data_parallel(): the rows of docs/tutorial.md, on 2 gloo ranks or a fake group."""
 
 import contextlib
 import copy

@@ -1,5 +1,5 @@
 """What people bring from DDP, take away from a wrapped model or hold against it, on 2 gloo ranks: rows of
-docs/coming_from.md around the training itself.
+docs/tutorial.md around the training itself.
 
     pytest tests/test_habits_around.py       # some 20 seconds, no GPU
 """
@@ -31,7 +31,7 @@ fake = pytest.fixture(fake_ranks)
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 WHOLE = StateDictOptions(full_state_dict=True)
 MIXED = "got mixed torch.Tensor and DTensor"
-DOCS = (Path(__file__).parent.parent / "docs" / "coming_from.md").read_text()
+DOCS = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
 
 
 def mlp():
