@@ -8,6 +8,7 @@ time, what is imported.
 """
 
 import dataclasses
+import json
 import re
 import shlex
 import socket
@@ -259,6 +260,38 @@ def test_the_limits_themselves_are_allowed():
 def test_a_flag_has_one_name_but_for_underscores_and_of_two_the_last_counts():
     c = flags.parse("--remat=both --remat_ratio 0.5 --micro-batch 3 --depth 2 --depth 3".split())
     assert (c.remat, c.remat_ratio, c.batch, c.depth) == ("both", 0.5, 3, 3)
+
+
+@pytest.mark.parametrize("form", ["settings", "results"])
+def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_path):
+    words = "--depth 3 --no-reshard --warmup 0 --compile-options a=1 b=2 --batch 2 --effective-batch 8"
+    first = resolved(f"{words} --seed 5 --steps 7 --results {tmp_path / 'x.jsonl'} --save {tmp_path}", world=2)
+    found = flags.setting(first)
+    if form == "settings":
+        path = tmp_path / "a.settings.json"
+        path.write_text(json.dumps(found | dict(continues="b", after_step=3)))
+    else:
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps(dict(flags=each)) + "\n" for each in (dict(depth=9), found)))
+    again = resolved(f"--config {path}", world=2)
+    assert flags.setting(again) == found and again.save is None and again.results == Output.results
+    changed = resolved(f"--seed 6 --config={path} --reshard", world=4)
+    assert changed.seed == 6 and changed.reshard and changed.grad_accum == 1
+    assert changed.depth == 3 and changed.compile_options == ("a=1", "b=2") and changed.warmup == 0
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "No such file or directory"), ("", "no run wrote this"), ("[1]", "no run wrote this"),
+    ('{"depth": 1', "no run wrote this"), ('{"model": "m", "columns": []}', "has columns, model, which are no flags"),
+    ('{"depth": "many"}', "--depth"), ('{"depth": -1}', "--depth -1"),
+])  # fmt: skip
+def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(text, message, tmp_path, capfd):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["--config", str(path)])
+    assert ended.value.code == 2 and message in capfd.readouterr().err
 
 
 def test_what_fits_is_accepted():

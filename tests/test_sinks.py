@@ -215,10 +215,14 @@ def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(capsys, sinks_of):
 def test_off_a_terminal_a_step_is_a_line(sinks_of):
     run = sinks_of(200, None)
     run.log(7)
+    run.step({"step": 8, "ms": 1000.0, "tok_s": 1.0})
+    run.step({"step": 9, "loss": 3.0, "first_step_s": 1234.56})
     run.step({"step": 200, "loss": float("nan"), "lr": 0.0, "ms": None})
     run.close()
     assert run.stream.getvalue().splitlines() == [
-        "step   7/200  loss 3.2100  lr 0.0003  |g| 1.250  360.1 ms  91'022 tok/s",
+        "step   7/200  loss 3.2100  lr 0.0003  |g| 1.250  360.1 ms  91'022 tok/s  1 min left",
+        "step   8/200  1'000.0 ms  1 tok/s  3 min left",
+        "step   9/200  loss 3.0000  1'234.6 s with compilation",
         "step 200/200  loss nan  lr 0",
     ]
 
@@ -386,12 +390,13 @@ def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
     assert final_lines(row) == [
         "outcome  OOM fwd, loss nan",
         "memory   422 MiB resident, since the start",
-        "step     n/a ms median [n/a-n/a] n 0, compile n/a s",
+        "step     n/a ms median [n/a-n/a] n 0",
         "speed    n/a tok/s, n/a tok/s/rank",
-        "MFU, %   n/a",
+        "MFU, %   n/a: no peak is known of this device",
     ]
     told = final_lines(row | {"device": "CPU A"})
-    assert told[-1] == "MFU, %   n/a: no peak is known of CPU A"
+    assert told == final_lines(row)[:-1], "a CPU has no line about what it lacks"
+    assert final_lines(row | {"device": "GPU A"})[-1] == "MFU, %   n/a: no peak is known of GPU A"
     *_, why = final_lines({"outcome": "ok", "n": 0, "loss": 1.0}, warmup=3)
     assert why.startswith("step     n/a, as are speed and MFU: no step was timed; the first 3")
     assert "--steps" in why

@@ -7,10 +7,12 @@
 A field's docstring is its help text, _RANGES limits its values, `_..._misfits` tell what does not fit. Needs no torch.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
@@ -261,6 +263,9 @@ class Output:
     """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
     """Tokens (of text: bytes) that the model writes after each evaluation and the last step, to be printed."""
+    config: str | None = None
+    """Begin with the flags of another run: the .settings.json that it wrote beside its steps, or a results file, of
+    which the last run counts. Other flags change it. Where results and checkpoints go is not in it."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
     """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
     force: bool = False
@@ -273,6 +278,7 @@ class Output:
 class Config:
     """All flags. Frozen. `parse` checks them one by one, `resolve` together."""
 
+    PROGRAM: ClassVar = "main.py"
     DEFAULTS: ClassVar = DEFAULTS  # by device, for what no flag sets
     training: OmitArgPrefixes[Training]
     system: OmitArgPrefixes[System]
@@ -472,7 +478,7 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "report"}
+    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "report", "config"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
         if isinstance(value := found.get(name), str):
@@ -482,10 +488,48 @@ def setting(c: Config) -> dict:
     return found
 
 
+def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
+    """The flags of the run that --config names, as words that stand before those of `argv`: of a flag that is given
+    twice the last counts. ValueError, one line, for a file that no run wrote, or that another program wrote."""
+    path = None
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag == "--config":
+            path = value if equals else following
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text().strip()
+        found = json.loads(text.splitlines()[-1] if path.endswith(".jsonl") else text)
+        found = found.get("flags", found)
+        settings = {name: found[name] for name in found if name not in ("continues", "after_step", "grad_accum")}
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}; name the settings or the results of a run") from None
+    except (ValueError, AttributeError, TypeError, IndexError):
+        raise ValueError(f"--config {path}: no run wrote this; name its .settings.json or a results file") from None
+    names = {field.name for group in get_type_hints(kind).values() if is_dataclass(group) for field in fields(group)}
+    if others := sorted(settings.keys() - names):
+        raise ValueError(f"--config {path}: has {', '.join(others[:5])}, which are no flags of this program; "
+                         "name the settings of one of its own runs")  # fmt: skip
+    words = []
+    for name, value in settings.items():
+        if value is None or value == [] or (name == "verbose" and not value):
+            continue  # as without the flag
+        if name == "verbose" or isinstance(value, bool):
+            words.append(as_given(name, value))
+        else:
+            words += [command_line.flag(name), *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None, kind: type[Config] = Config,
           prog: str = "main.py", description: str = _DESCRIPTION) -> Config:  # fmt: skip
     """The flags of a command line. Ends the process with exit code 2 and one line, which rank 0 prints, for an unknown
     flag or a bad value, and, if `world` is given, for values that do not fit together on any device there may be."""
+    try:
+        argv = [*settings_words(argv, kind), *argv]
+    except ValueError as error:
+        fail(str(error), rank)
     c = command_line.parse(kind, argv, check_ranges, prog, description, rank)
     devices = [*c.DEFAULTS] if c.device == "auto" and may_have_gpu() else [c.device.replace("auto", "cpu")]
     problems = [_misfit(filled(c, each).on(c.world or world), world) for each in devices] if world else [None]

@@ -58,6 +58,7 @@ LINE = {
     "lr": "lr {:.3g}",
     "grad_norm": "|g| {:.3f}",
     "ms": "{:,.1f} ms",
+    "first_step_s": "{:,.1f} s with compilation",
     "tok_s": "{:,.0f} tok/s",
     "eval_loss": "held-out loss {:.4f}",
     "eval_bpb": "{:.4f} bits per byte",
@@ -186,9 +187,12 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     causal, palm, hfu, seconds = (
         grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s")
     )
-    mfu = f"n/a: no peak is known of {row['device']}" if "device" in row else "n/a"
+    device = str(row.get("device", "this device"))
+    mfu = [] if device.startswith("CPU") else [f"MFU, %   n/a: no peak is known of {device}"]
     if row.get("peak_flops"):
-        mfu = f"{causal} causal, {palm} PaLM, {hfu} HFU of {row['peak_flops'] / 1e12:.0f} TFLOP/s"
+        peak = f"{row['peak_flops'] / 1e12:.0f} TFLOP/s"
+        mfu = [f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU of {peak}"]
+    compiled = f", compile {seconds} s" if row.get("compile_s") is not None else ""
     skipped = (
         f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out"
         if row.get("skipped")
@@ -216,9 +220,9 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
         ]
     return [
         *lines,
-        f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
+        f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}{compiled}",
         f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
-        f"MFU, %   {mfu}",
+        *mfu,
     ]
 
 
@@ -350,12 +354,18 @@ class Sinks:
                 lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}),
             )
 
-    def left(self, page: bool = False) -> list[str]:
-        """Where the run has left its row, its logged steps and its run in W&B, and the command that draws them, for
-        people. page: draw them now. Empty where no file is written."""
+    def left(self, program: str, ranks: int, page: bool = False) -> list[str]:
+        """Where the run has left its row, its logged steps and its run in W&B, and the commands that repeat it and draw
+        them, for people. ranks: processes on this machine. page: draw them now. Empty where no file is written."""
         if self.rank or not self.results:
             return []
-        lines = [f"row      {self.results}", f"curve    {self.steps}"]
+        settings = self.steps.with_suffix(".settings.json")
+        start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        lines = [
+            f"row      {self.results}",
+            f"curve    {self.steps}",
+            f"repeat   {start} {program} --config {shlex.quote(str(settings))}",
+        ]
         if self.wandb_place:
             lines.append(f"W&B      {self.wandb_place}")
         drawn = (
@@ -386,6 +396,8 @@ class Sinks:
 
     def _show(self, stats: dict) -> None:
         have = [text.format(stats[key]) for key, text in LINE.items() if stats.get(key) is not None]
+        left_s = (self.total - stats["step"]) * (stats.get("ms") or 0) / 1e3
+        have += [f"{left_s / 60:,.0f} min left"] if left_s >= 60 else []
         line = "  ".join(have).replace(",", "'")
         tell(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", self.stream)
 

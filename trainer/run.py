@@ -145,8 +145,12 @@ class Run:
         lines = self.stages.lines() if self.config.verbose else []
         profile = self.measured.profile
         lines += [*self.measured.explanation, *profile.notes, *profile.paths, *self.sampled]
-        lines += [*final_lines(result, WARMUP), *self.sinks.left(self.config.report)]
+        lines += [*final_lines(result, WARMUP), *self.left()]
         self.say("\n".join(lines))
+
+    def left(self) -> list[str]:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return self.sinks.left(self.config.PROGRAM, ranks, self.config.report)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -237,7 +241,7 @@ class Run:
         """Around the loop. Yields what to call for each batch: train_step(step, ..), with --cuda-graph replayed, and
         watched once with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot
         read on (DataError), the run is saved. Then --sample writes. With --steps 0 it evaluates."""
-        settings = self.sinks.write_settings(self.settings, self.continues, self.first)
+        settings = self.sinks.write_settings(flags.setting(self.config), self.continues, self.first)
         file = self.sinks.steps
         self.measured.attach(step, train_step, file and file.with_suffix(".memory.pickle"))
         self.say("\n".join(header(self, settings)))
@@ -293,7 +297,12 @@ class Run:
             norm = self.step.grad_norm.item()
             ms = self.measured.timer.last()
             line = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
-            self.sinks.step(line | more | figures(self, ms) | self.logged_norms)
+            line |= more | figures(self, ms)
+            if k == self.first and self.config.compile != "none":
+                # It compiles: its time is that of no step, and no rate comes of it.
+                line = {name: line[name] for name in line if name not in ("ms", "tok_s", "mfu")}
+                line["first_step_s"] = ms / 1e3
+            self.sinks.step(line | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
         if k == self.first:
             self.finite.flush()  # waits for the step

@@ -142,6 +142,7 @@ class Output(flags.Output):
 class Config(flags.Config):
     """All flags of finetune.py."""
 
+    PROGRAM: ClassVar = "finetune.py"
     DEFAULTS: ClassVar = DEFAULTS
     training: OmitArgPrefixes[Tuning]
     system: OmitArgPrefixes[System]
