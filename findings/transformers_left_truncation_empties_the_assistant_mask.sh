@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# A chat that is truncated on the left has an assistant mask of zeros, although whole answers are left.
+#
+# Seen: apply_chat_template(.., return_assistant_tokens_mask=True, truncation=True) with truncation_side='left'
+#   marks no token at all as soon as the first answer has been cut; the last answer, which is wholly there, is not
+#   marked either. Truncated on the right the mask is right.
+# Versions: torch 2.13.0, transformers 5.23.0, numpy 2.4.6 on Python 3.11, on a CPU.
+# Expected: A mask of the answers that are left.
+# Why it matters: truncation_side='left' is what keeps the end of a long chat. Each such example then has no label:
+#   its loss is nan where it stands alone in a batch, and elsewhere it silently teaches nothing.
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+python=${BASE_PYTHON:-}
+if [ -z "$python" ]; then
+    python3 -m venv venv
+    python=$folder/venv/bin/python
+    install() { "$python" -m pip install -q --no-compile "$@"; }
+    # PyPI's torch brings gigabytes of CUDA: the CPU build from where pip looks anyway, else from its own index
+    install transformers==5.23.0 numpy==2.4.6 torch==2.13.0+cpu 2>/dev/null ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu transformers==5.23.0 numpy==2.4.6 torch==2.13.0
+fi
+export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+cat > finding.py <<'END'
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+)
+core = Tokenizer(models.BPE())
+core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+core.decoder = decoders.ByteLevel()
+trainer = trainers.BpeTrainer(
+    vocab_size=400,
+    special_tokens=["<pad>", "<|start|>", "<|end|>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+)
+core.train_from_iterator(["user assistant question one two answer first second"] * 20, trainer)
+chat = [
+    {"role": "user", "content": "question one"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": "question two"},
+    {"role": "assistant", "content": "second answer"},
+]
+
+
+def marked(side, length):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", truncation_side=side)
+    tokenizer.chat_template = TEMPLATE
+    found = tokenizer.apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=length
+    )
+    ids, mask = found["input_ids"], found["assistant_masks"]
+    return tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+for side, length in (("right", 1000), ("left", 16)):
+    text, learned = marked(side, length)
+    print(f"truncation_side={side!r}, max_length={length}\n  text   {text!r}\n  marked {learned!r}")
+    assert "second answer<|end|>" in text, text
+    assert learned == ("first answer<|end|>second answer<|end|>" if side == "right" else ""), learned
+END
+"$python" finding.py
