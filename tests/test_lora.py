@@ -1,7 +1,7 @@
 """finetune.py --lora: adapters beside a frozen model are those of peft, on any number of ranks, saved and exported.
 
     pytest tests/test_lora.py            # one rank here, two in one spawn; no GPU, no network
-    pytest -m slow tests/test_lora.py    # compiled, and loading by resident memory
+    pytest -s -m slow tests/test_lora.py    # all causal classes on meta
 """
 
 import importlib.util
@@ -20,21 +20,37 @@ from running import read as rows
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install -e '.[hf]'")
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from families import FAMILIES, tiny
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from test_families import saved
 from tiny_hf import TOKENS, built, edit_json, logits, resolved, write_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lab.planning.architecture import read
 from lab.planning.weights import trained
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.data import DataError
 from trainer.finetuning import adapters, export, load
 from trainer.finetuning.model import adapters_in, blank_model, is_adapter
 from trainer.measuring import flops
 
 pytestmark = pytest.mark.usefixtures("isolated")
 LORA = "--lora", 4, "--lora-alpha", 8.0
-KINDS = "qwen2.5", "qwen3-moe", "mixtral", "gpt2"
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+STACKED = ["experts.gate_up_proj", "experts.down_proj"]
+# Model, what peft adapts: modules, and parameters; flags.
+KINDS = {
+    "qwen2.5": ("qwen2.5", SEVEN, None, []), "qwen3-moe": ("qwen3-moe", SEVEN[:4], None, []),
+    "mixtral": ("mixtral", SEVEN[:4], None, []), "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"], None, []),
+    # One dense block and one with experts, of which one is shared: peft takes their names for those of experts.
+    "deepseek": ("deepseek", LATENT, [f"model.layers.{path}.{name}.weight" for name in SEVEN[4:]
+                                      for path in ("0.mlp", "1.mlp.shared_experts")], []),
+    "experts": ("qwen3-moe", SEVEN[:4], STACKED, ["--lora-targets", "all-linear", "experts"]),
+    "transposed": ("gpt-oss", None, STACKED, ["--lora-targets", "experts"]),
+}  # fmt: skip
+EXACT = "qwen2.5", "qwen3-moe", "mixtral", "gpt2"
 
 
 def whole(model):
@@ -46,9 +62,9 @@ def whole(model):
 def train_every_kind(mesh):
     """Saves adapters before and after three steps, losses, how parameters are stored, logits, and a line of export."""
     told, rank = {}, dist.get_rank()
-    for kind in KINDS:
+    for kind, (_, _, _, more) in KINDS.items():
         folder, out = f"{os.environ['MODELS']}/{kind}", f"{os.environ['MODELS']}/out-{kind}"
-        usual = folder, "--seqlen", 12, "--lr", "1e-2", *LORA, "--export"
+        usual = folder, "--seqlen", 12, "--lr", "1e-2", *LORA, *more, "--export"
         step = built(c := resolved(*usual, out))
         load.load_weights(c, step.model, None)
         before, losses = whole(step.model.model), []
@@ -68,8 +84,8 @@ def train_every_kind(mesh):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        write_model(folder / kind, kind)
+    for kind, (model, *_) in KINDS.items():
+        write_model(folder / kind, model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELS", str(folder))
         spawn(2, [train_every_kind])
@@ -78,8 +94,9 @@ def two_ranks(tmp_path_factory):
 
 def of_peft(folder, kind, before):
     """peft's own model on one process, with these adapters, and its names of them."""
-    targets = {"qwen2.5": SEVEN, "gpt2": ["c_attn", "c_proj", "c_fc"]}.get(kind, SEVEN[:4])
-    how = dict(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=kind == "gpt2")
+    _, modules, parameters, _ = KINDS[kind]
+    how = dict(task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2", target_modules=modules or [])
+    how |= dict(target_parameters=parameters)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **how)).eval()
     own = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
@@ -123,7 +140,8 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
     base = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32)
     opened = PeftModel.from_pretrained(base, folder / f"out-{kind}").eval()
     with torch.no_grad():
-        assert torch.equal(opened(input_ids=TOKENS).logits, ours)
+        theirs = opened(input_ids=TOKENS).logits
+    assert torch.equal(theirs, ours) if kind in EXACT else (theirs - ours).abs().max() < 1e-5
     stored = {name: p for name, p in opened.named_parameters() if is_adapter(name)}
     assert all(torch.equal(p, after[name.removeprefix("base_model.model.")]) for name, p in stored.items())
     settings = json.loads((folder / f"out-{kind}/adapter_config.json").read_text())
@@ -133,7 +151,9 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
     merged = AutoModelForCausalLM.from_pretrained(folder / f"out-{kind}-merged")
     assert merged.dtype == torch.bfloat16 and "merged" in line
     for name, p in theirs.state_dict().items():
-        assert torch.equal(p, merged.state_dict()[name]), name
+        far = (p.float() - merged.state_dict()[name].float()).abs().max()
+        # Beside a parameter peft rounds what is added to bf16 before it adds it.
+        assert far <= (0.0 if kind in EXACT else 0.01 * p.abs().max()), name
     assert not torch.equal(logits(folder / f"out-{kind}-merged"), logits(folder / kind))
 
 
@@ -191,6 +211,82 @@ def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
     words = "is of a run without --lora; leave out --merge"
     refused(4, words, later(capfd, "full", "never", "--model", qwen, "--merge"))
     assert not os.path.exists("never")
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "experts"])
+def test_a_run_of_a_mixture_is_resumed_bit_equal_exported_and_merged(kind, tune, tmp_path, capfd):
+    model, _, _, more = KINDS[kind]
+    folder = write_model(tmp_path / "model", model)
+    usual = *LORA, *more, *"--lr 1e-2 --steps 4 --log-every 1 --remat block --remat-ratio 0.5".split()
+    whole = fine(tune(*usual, "--save", "a", "--save-every", 2, "--export", "out", model=folder))
+    said = {"deepseek": "have none (--lora-targets all-linear experts)", "experts": "experts.down_proj, "}
+    assert said[kind] in whole.out and ("have none" in whole.out) == (kind == "deepseek")
+    os.makedirs("b")
+    shutil.copytree("a/step-00000002", "b/step-00000002")
+    again = fine(tune(*usual, "--save", "b", "--export", "again", model=folder))
+    assert again.row["resumed_after"] == 2 and losses(again) == losses(whole)[2:]
+    assert Path("out/adapter_model.safetensors").read_bytes() == Path("again/adapter_model.safetensors").read_bytes()
+    fine(later(capfd, "a", "merged", "--model", folder, "--merge"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), "out").eval()
+    with torch.no_grad():
+        adapted, merged = model(input_ids=TOKENS).logits, logits("merged", dtype=torch.float32)
+    before = (logits(folder, dtype=torch.float32) - adapted).abs().max()
+    assert (merged - adapted).abs().max() < 0.2 * before  # but for the rounding to bf16
+
+
+def test_what_cannot_be_adapted_is_named_and_what_can(tune, tmp_path):
+    words = "--lora-targets experts: the model has none that are stacked in one tensor; leave it out"
+    refused(2, words, tune("--steps", 1, *LORA, "--lora-targets", "experts"))
+    mamba = saved("mamba2", tmp_path / "mamba")
+    done = fine(tune("--steps", 1, *LORA, model=mamba))
+    assert "LoRA of rank 4 beside in_proj:" in done.out
+    words = "--lora-targets out_proj: of mamba2 a kernel reads the weight of out_proj, past an adapter; use in_proj"
+    refused(2, words, tune("--steps", 1, *LORA, "--lora-targets", "out_proj", model=mamba))
+
+
+def test_what_peft_did_is_looked_at(tune, monkeypatch):
+    monkeypatch.setattr(adapters, "_in_short", lambda *_: ["q_proj"])
+    words = "--lora: peft has not put an adapter beside model.layers.0.mlp.down_proj, against --lora-targets; use "
+    refused(2, words, tune("--steps", 1, *LORA))
+
+
+def adapted_on_meta(folder, targets):
+    """How many adapters there are, once peft has opened the same ones by what is exported; None: no such model."""
+    try:
+        model, other = (blank_model(str(folder)) for _ in range(2))
+    except DataError:
+        return None
+    adapters.attach(model, str(folder), 4, 8.0, targets, random=True)
+    made = adapters.saved(model, str(folder))
+    told = json.loads(made.settings)
+    names = "r", "lora_alpha", "target_modules", "target_parameters", "fan_in_fan_out", "bias", "task_type"
+    inject_adapter_in_model(LoraConfig(**{name: told[name] for name in names}), other.model, low_cpu_mem_usage=True)
+    shapes = {f"base_model.model.{name.replace('.default.', '.')}": p.shape
+              for name, p in adapters_in(other.model.named_parameters()).items()}  # fmt: skip
+    assert shapes == {name: t.shape for name, t in made.tensors.items()}
+    return len(shapes)
+
+
+@pytest.mark.slow
+def test_every_causal_class_has_adapters_that_peft_opens_or_is_refused_in_one_sentence(tmp_path, capfd):
+    told = {}
+    for family in FAMILIES:
+        for targets in (["all-linear"], ["all-linear", "experts"]):
+            try:
+                tiny(family).save_pretrained(tmp_path / family)
+                words = adapted_on_meta(tmp_path / family, targets)
+            except (ValueError, CheckpointError) as error:
+                words = str(error).replace(str(tmp_path), "")
+            told[family, targets[-1]] = words
+    with capfd.disabled():
+        for (family, targets), words in told.items():
+            print(f"{family:26} {targets:12} {str(words)[:100]}")
+    attached = [each for each, words in told.items() if isinstance(words, int)]
+    none = "the model has none that are stacked", "is made of several tensors, which cannot", "per_layer_config"
+    none += ("validat",)
+    odd = {each: words for each, words in told.items()
+           if isinstance(words, str) and not any(part in words for part in none)}  # fmt: skip
+    assert not odd and len([each for each in attached if each[1] == "all-linear"]) > 0.85 * len(FAMILIES)
 
 
 def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune):

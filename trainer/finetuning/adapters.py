@@ -6,17 +6,21 @@
 
 An adapter of rank r beside a weight [m, n] is A [r, n] and B [m, r]: the layer gives W x + alpha / r B A x. A begins at
 random, B at zero, both in fp32. Frozen weights keep the dtypes of their files. Experts that a model stacks in one
-tensor have no adapters.
+tensor [E, m, n] are no linear layers; the target "experts" gives each of them an A and a B of its own.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion as conversion
 from peft.utils import transpose
 from torch import Tensor, nn
 from torch.utils import swap_tensors
@@ -25,12 +29,44 @@ from transformers.pytorch_utils import Conv1D
 from trainer.checkpoint import weights
 from trainer.distributed.terminal import grouped
 from trainer.finetuning.checks import weights_in
-from trainer.finetuning.config import ALL_LINEAR
+from trainer.finetuning.config import ALL_LINEAR, EXPERTS
 from trainer.finetuning.load import files_of
-from trainer.finetuning.model import HuggingFaceModel, adapters_in, is_adapter
+from trainer.finetuning.model import HuggingFaceModel, adapters_in, is_adapter, without_adapters
 
 ADAPTER = "default"  # its name in peft
 DRAWN = "drawn from --seed"  # what a checkpoint says of frozen weights that were not loaded
+# Of these model types a kernel reads the weight of this layer, past its adapter, which peft therefore refuses.
+KERNELS = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
+# The function of peft (0.19 and later) that takes names of layers for those that transformers 4 had in experts.
+REWRITING = "convert_peft_config_for_transformers"
+
+
+class AdaptedExperts(ParamWrapper):
+    """Adapters beside stacked experts. peft's own forward puts parametrizations on the experts and takes them off
+    again, which a sharded module refuses: here their code is given what stands for them, with other tensors."""
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        tensors = {}
+        layer = self
+        while isinstance(layer, ParamWrapper):
+            left, right, scaling = layer.get_delta_factors(ADAPTER)  # [E, m, r], [E, r, n]
+            whole = layer.get_param()  # [E, m, n]
+            tensors[layer.parameter_name] = torch.baddbmm(whole, left, right, alpha=scaling)
+            layer = layer.base_layer
+        # Of the class that was wrapped: the forward of its subclass runs modules alone.
+        plain = getattr(layer, "_data_parallel_class", type(layer))
+        return plain.forward(_WithTensors(layer, tensors), x, *args, **kwargs)
+
+
+class _WithTensors:
+    """What a module has, but for some tensors."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]):
+        self.module = module
+        vars(self).update(tensors)
+
+    def __getattr__(self, name: str):
+        return getattr(self.module, name)
 
 
 def attach(
@@ -48,12 +84,33 @@ def attach(
     how = dict(
         bias="none", lora_dropout=0.0, task_type="CAUSAL_LM", fan_in_fan_out=_has_conv1d(inner)
     )
+    chosen = _chosen(inner, [name for name in lora_targets if name != EXPERTS])
+    experts = stacked(inner) if EXPERTS in lora_targets else []
+    if EXPERTS in lora_targets and not experts:
+        raise ValueError(
+            f"--lora-targets {EXPERTS}: the model has none that are stacked in one tensor; leave it out"
+        )
     settings = LoraConfig(
-        r=lora, lora_alpha=lora_alpha, target_modules=_targets(inner, lora_targets), **how
+        r=lora,
+        lora_alpha=lora_alpha,
+        target_modules=_in_short(inner, chosen),
+        target_parameters=experts or None,
+        **how,
     )
-    inject_adapter_in_model(settings, inner, ADAPTER, low_cpu_mem_usage=True)
+    with _names_as_they_are():
+        inject_adapter_in_model(settings, inner, ADAPTER, low_cpu_mem_usage=True)
+    for module in inner.modules():
+        if isinstance(module, ParamWrapper):
+            module.__class__ = AdaptedExperts
+    made = {*_adapted(inner)}
+    if differ := sorted(made ^ {*chosen, *experts}):
+        has = "has" if differ[0] in made else "has not"
+        raise ValueError(
+            f"--lora: peft {has} put an adapter beside {differ[0]}, against --lora-targets; use another version of "
+            "it, or name other layers"
+        )
     for name, p in [*inner.named_parameters()]:
-        dtype = torch.float32 if is_adapter(name) else dtypes[name.replace(".base_layer.", ".")]
+        dtype = torch.float32 if is_adapter(name) else dtypes[without_adapters(name)]
         swap_tensors(
             p, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), is_adapter(name))
         )
@@ -63,17 +120,53 @@ def attach(
     )
 
 
+def stacked(inner: nn.Module) -> list[str]:
+    """Names of the tensors that hold all experts of a block."""
+    named = inner.named_parameters()
+    return [name for name, p in named if p.ndim == 3 and "expert" in name and not is_adapter(name)]
+
+
+def _adapted(inner: nn.Module) -> dict[str, LoraLayer]:
+    """What has an adapter: modules, and tensors of experts, by their names without adapters."""
+    found = {}
+    for name, module in inner.named_modules():
+        if isinstance(module, LoraLayer):
+            parts = without_adapters(f"{name}.").split(".")[:-1]
+            last = [module.parameter_name] if isinstance(module, ParamWrapper) else []
+            found[".".join(parts + last)] = module
+    return found
+
+
 def _has_conv1d(inner: nn.Module) -> bool:
     """Whether linear layers are GPT-2's, which store weights as [n, m]."""
     return any(isinstance(module, Conv1D) for module in inner.modules())
 
 
-def _targets(inner: nn.Module, names: list[str]) -> list[str]:
-    """What peft is told to find exactly the linear layers of `names`, of which the head is none."""
-    modules = dict(inner.named_modules())
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """Without peft's rewriting, which takes the gate_proj of a dense layer for a part of stacked experts."""
+    with mock.patch.object(conversion, REWRITING, lambda *_, **__: None):
+        yield
+
+
+def _is_rewritten(inner: nn.Module, target: str) -> bool:
+    """Whether peft, where it opens adapters, would take the name of a layer for a part of stacked experts."""
+    settings = LoraConfig(target_modules=[target])
+    try:
+        getattr(conversion, REWRITING)(settings, model=inner, conversions=None)
+    except ValueError:  # it lacks the names of the other parts
+        return True
+    return {*settings.target_modules} != {target}
+
+
+def _chosen(inner: nn.Module, names: list[str]) -> set[str]:
+    """The linear layers of `names`, of which the head is none."""
     head = inner.get_output_embeddings()
+    past = KERNELS.get(inner.config.model_type)
     linear = [
-        name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head
+        name
+        for name, m in inner.named_modules()
+        if isinstance(m, nn.Linear | Conv1D) and m is not head and name.rpartition(".")[2] != past
     ]
     chosen = set()
     for each in names:
@@ -84,12 +177,18 @@ def _targets(inner: nn.Module, names: list[str]) -> list[str]:
         ]
         if not own:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ValueError(
-                f"--lora-targets {each}: names no linear layer of the model but its head; use {ends}"
-            )
+            why = "names no linear layer of the model but its head"
+            if each.rpartition(".")[2] == past:
+                why = f"of {inner.config.model_type} a kernel reads the weight of {past}, past an adapter"
+            raise ValueError(f"--lora-targets {each}: {why}; use {ends or '--lora 0'}")
         chosen.update(own)
+    return chosen
+
+
+def _in_short(inner: nn.Module, chosen: set[str]) -> list[str]:
+    """What peft is told to find exactly these modules: the ends of their names, if no others end so."""
     last = {name.rpartition(".")[2] for name in chosen}
-    alike = {name for name in modules if name.rpartition(".")[2] in last}
+    alike = {name for name, _ in inner.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last if alike == chosen else chosen)
 
 
@@ -97,17 +196,24 @@ def in_words(model: HuggingFaceModel) -> str:
     """What is trained, for people."""
     inner = model.model
     layers = {
-        name.rpartition(".")[2]: 0 for name, m in inner.named_modules() if isinstance(m, LoraLayer)
+        ".".join(name.split(".")[-2:])
+        if isinstance(m, ParamWrapper)
+        else name.rpartition(".")[2]: 0
+        for name, m in _adapted(inner).items()
     }
     sizes = [(is_adapter(name), p) for name, p in inner.named_parameters()]
     own, rest = (sum(p.numel() for mine, p in sizes if mine == kind) for kind in (True, False))
     dtypes = ", ".join(
         sorted({str(p.dtype).removeprefix("torch.") for mine, p in sizes if not mine})
     )
-    stacked = any(p.ndim > 2 and "expert" in name for name, p in inner.named_parameters())
     text = f"LoRA of rank {model.adapters['lora']} beside {', '.join(layers)}: {grouped(own)} parameters are trained, "
     text += f"{grouped(rest)} are frozen in {dtypes}"
-    return text + "; experts, which are stacked in one tensor, have none" * stacked
+    bare = stacked(inner) and not any(isinstance(m, ParamWrapper) for m in _adapted(inner).values())
+    bare = (
+        f"; experts, which are stacked in one tensor, have none (--lora-targets {ALL_LINEAR} {EXPERTS})"
+        * bool(bare)
+    )
+    return text + bare
 
 
 class Saved(NamedTuple):
@@ -127,7 +233,14 @@ def saved(model: HuggingFaceModel, base: str) -> Saved:
     settings["base_model_name_or_path"] = (
         os.path.basename(os.path.normpath(base)) if os.path.isabs(base) else base
     )
-    settings["target_modules"] = sorted(settings["target_modules"])
+    rewritten = {name for name in settings["target_modules"] if _is_rewritten(inner, name)}
+    settings["target_modules"] = sorted({*settings["target_modules"]} - rewritten)
+    # peft has the same adapters beside a parameter, and leaves the names of parameters as they are.
+    settings["target_parameters"] = [
+        name if isinstance(module, ParamWrapper) else f"{name}.weight"
+        for name, module in _adapted(inner).items()
+        if isinstance(module, ParamWrapper) or {name, name.rpartition(".")[2]} & rewritten
+    ]
     text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
     return Saved(names, {file: own[name] for file, name in names.items()}, text)
 
@@ -137,8 +250,21 @@ def merged(inner: nn.Module, name: str, weight: Tensor, read: Callable[[str], Te
     adapter's tensor by its name in the model. The sum is made in fp32 and has the weight's dtype."""
     path, _, last = name.rpartition(".")
     layer = inner.get_submodule(path)
-    if last != "weight" or not isinstance(layer, LoraLayer):
+    while isinstance(layer, ParamWrapper) and layer.parameter_name != last:
+        layer = layer.base_layer
+        path += ".base_layer"
+    if not isinstance(layer, LoraLayer) or not (
+        isinstance(layer, ParamWrapper) or last == "weight"
+    ):
         return weight
     a, b = (read(f"{path}.{part}.{ADAPTER}.weight") for part in ("lora_A", "lora_B"))
-    delta = transpose(b @ a, layer.fan_in_fan_out) * layer.scaling[ADAPTER]
+    scaling = layer.scaling[ADAPTER]
+    if isinstance(layer, ParamWrapper):
+        E = layer.num_experts
+        a = a.reshape(E, -1, a.shape[-1])  # [E, r, n]
+        b = b.reshape(b.shape[0], -1, E)  # [m, r, E]
+        order = "mre,ern->emn" if layer._did_swap_in_out_features else "mre,ern->enm"
+        delta = torch.einsum(order, b, a) * scaling
+        return weight + delta.to(weight.dtype)  # as peft adds it
+    delta = transpose(b @ a, layer.fan_in_fan_out) * scaling
     return (weight.float() + delta).to(weight.dtype)

@@ -35,7 +35,7 @@ The flags that most runs give:
     --remat                         less memory: backward computes activations again
     --save                          checkpoints, from which the same command resumes
 """
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"  # of --lora-targets
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
 
@@ -69,7 +69,7 @@ class Tuning(flags.Optimization):
     """Train adapters of this rank (LoRA) alone; the model stays as it is, in the dtype of its files. 0: train all."""
     lora_targets: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = (ALL_LINEAR,)
     """Linear layers beside which they stand, by the ends of their names, such as q_proj v_proj; all-linear: all but the
-    head."""
+    head. Experts that are stacked in one tensor are no linear layers: name them, too, by all-linear experts."""
     lora_alpha: Annotated[float | None, default("2 x --lora", "FLOAT")] = None
     """What adapters add is multiplied by this over their rank."""
     epochs: float = 1.0

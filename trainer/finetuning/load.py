@@ -35,7 +35,7 @@ from trainer.data import DataError
 from trainer.distributed.control import agree
 from trainer.finetuning.checks import weights_in
 from trainer.finetuning.config import Config
-from trainer.finetuning.model import HuggingFaceModel, is_adapter
+from trainer.finetuning.model import HuggingFaceModel, is_adapter, without_adapters
 
 STEP = "step-00000000"  # of --prepared
 
@@ -177,7 +177,7 @@ def _files(path: str) -> list[list]:
 def base_tensors(inner: nn.Module) -> dict[str, Tensor]:
     """The state dict, of the tensors themselves, without adapters and by the names that there are without them."""
     state = inner.state_dict(keep_vars=True).items()
-    return {name.replace(".base_layer.", "."): t for name, t in state if not is_adapter(name)}
+    return {without_adapters(name): t for name, t in state if not is_adapter(name)}
 
 
 def own_tensors(inner: nn.Module) -> dict[str, Tensor]:

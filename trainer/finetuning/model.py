@@ -269,6 +269,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def without_adapters(name: str) -> str:
+    """The name that a parameter has where peft has put nothing around its module."""
+    return re.sub(r"\.base_layer(?=\.)", "", name)
+
+
 def adapters_in(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Those of named tensors that are adapters."""
     return {name: t for name, t in named if is_adapter(name)}
