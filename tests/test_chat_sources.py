@@ -94,6 +94,82 @@ def test_values_of_a_table_that_json_has_not_are_text(tmp_path):
         dict(text="a", when="2024-07-26"), dict(text="\udcff")]  # fmt: skip
 
 
+def conversations(kind, count=12):
+    """Chats of which the values have other shapes from line to line, by a rule."""
+    made = []
+    for i in range(count):
+        text = f'Line {i}:\n"{i}"'
+        question, answer = dict(role="user", content=text), dict(role="assistant", content=f"Yes, {i}.")
+        if kind == "parts" and i % 3:
+            question["content"] = [dict(type="text", text=text)]
+        if kind == "calls":
+            arguments = [dict(a=i), dict(b=[i, None]), dict(c=dict(d=str(i)))][i % 3]
+            call = dict(type="function", function=dict(name="find", arguments=arguments))
+            answer = dict(answer, tool_calls=[call])
+        if kind == "nulls":
+            call = dict(type="function", function=dict(name="find", arguments=dict(a=i, b=None if i % 2 else "x")))
+            answer = dict(answer, tool_calls=[call], name=None)
+        made.append(dict(messages=[question, answer]))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "parts", "calls", "nulls"])
+def test_one_data_set_saved_as_a_table_or_as_lines_is_one_text(kind, tokenizer, tmp_path):
+    rows = conversations(kind)
+    made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    made.to_parquet(tmp_path / "a.parquet")
+    made.save_to_disk(tmp_path / "a.saved")
+    made.to_json(tmp_path / "a.jsonl")
+    jsonl(tmp_path / "b.jsonl", rows)
+    jsonl(tmp_path / "c.jsonl", [dict(messages=json.dumps(row["messages"])) for row in rows])
+    datasets.Dataset.from_json(str(tmp_path / "c.jsonl"), cache_dir=str(tmp_path)).to_parquet(tmp_path / "c.parquet")
+    found = {}
+    for name in ("a.parquet", "a.saved", "a.jsonl", "b.jsonl", "c.jsonl", "c.parquet"):
+        how = HOW | dict(seqlen=128)
+        stream = ChatBatches(str(tmp_path / name), tokenizer("all"), cache=str(tmp_path / "cache"), **how)
+        found[name] = stream.fingerprint
+        assert stream.preview(4, False).count("Line 4:\n") == 1 and "\\n" not in stream.preview(4, False), name
+        assert "null" not in stream.preview(1, False).replace("1, null]", ""), name
+    assert len({*found.values()}) == 1
+
+
+TURNS = [dict(role="user", content="Why?"), dict(role="assistant", content="So.")]
+TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+OTHERS = {
+    "dictionary": pyarrow.list_(pyarrow.struct([("role", pyarrow.dictionary(pyarrow.int32(), pyarrow.string())),
+                                                ("content", pyarrow.large_string())])),
+    "large list": pyarrow.large_list(TURN), "fixed list": pyarrow.list_(TURN, 2),
+    "more keys": pyarrow.list_(pyarrow.struct([*TURN, ("tool_calls", pyarrow.list_(pyarrow.string()))])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_of_another_type_has_the_value_that_it_stands_for(kind, suffix, tmp_path):
+    table = pyarrow.table(dict(messages=pyarrow.array([TURNS], OTHERS[kind])))
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    assert [row for _, row in records(path)] == [dict(messages=TURNS)]
+
+
+@pytest.mark.parametrize("kind", ["map", "map inside", "list view"])
+def test_a_column_that_cannot_be_read_is_named_with_its_type(kind, tokenizer, tmp_path):
+    text = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    column, expected = {
+        "map": (pyarrow.array([[("a", "b")]], text), "more of type map<string, string"),
+        "map inside": (pyarrow.array([[dict(a=[("a", "b")])]], pyarrow.list_(pyarrow.struct([("a", text)]))),
+                       "more of type list<element: struct<a: map<string, string"),
+        "list view": (pyarrow.array([[1]], pyarrow.list_view(pyarrow.int64())), "more of type list_view<"),
+    }[kind]  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(dict(text=["x"], more=column)), tmp_path / "a.parquet")
+    words = rf"a.parquet: expected columns that datasets reads, found {expected}.*; leave the column out, or save it as"
+    refuse(words, batches_of, str(tmp_path / "a.parquet"), tokenizer, tmp_path)
+
+
 @pytest.mark.parametrize("named", ["/absent/a.png", "https://127.0.0.1:9/a.png"])
 def test_a_column_of_images_does_not_open_what_it_names(named, tmp_path, monkeypatch):
     """datasets itself would read the file, or ask another machine for it."""

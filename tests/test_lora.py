@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -271,9 +272,10 @@ def adapted_on_meta(folder, targets):
 def test_every_causal_class_has_adapters_that_peft_opens_or_is_refused_in_one_sentence(tmp_path, capfd):
     told = {}
     for family in FAMILIES:
+        with suppress(Exception):  # what a class says against sizes that do not fit together
+            tiny(family).save_pretrained(tmp_path / family)
         for targets in (["all-linear"], ["all-linear", "experts"]):
             try:
-                tiny(family).save_pretrained(tmp_path / family)
                 words = adapted_on_meta(tmp_path / family, targets)
             except (ValueError, CheckpointError) as error:
                 words = str(error).replace(str(tmp_path), "")
@@ -282,8 +284,9 @@ def test_every_causal_class_has_adapters_that_peft_opens_or_is_refused_in_one_se
         for (family, targets), words in told.items():
             print(f"{family:26} {targets:12} {str(words)[:100]}")
     attached = [each for each, words in told.items() if isinstance(words, int)]
-    none = "the model has none that are stacked", "is made of several tensors, which cannot", "per_layer_config"
-    none += ("validat",)
+    with capfd.disabled():
+        print({targets: sum(each[1] == targets for each in attached) for targets in ("all-linear", "experts")})
+    none = "the model has none that are stacked", "is made of several tensors, which cannot"
     odd = {each: words for each, words in told.items()
            if isinstance(words, str) and not any(part in words for part in none)}  # fmt: skip
     assert not odd and len([each for each in attached if each[1] == "all-linear"]) > 0.85 * len(FAMILIES)

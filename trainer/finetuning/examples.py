@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 10
+FORMAT = 11
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
@@ -105,7 +105,10 @@ class Encoder:
         if not isinstance(line, dict):
             raise BadLine("a JSON object", type(line).__name__)
         try:
-            made = self.of_line(line)
+            plain = forms.without_nulls(line)
+            if self.calls(plain) != self.calls(line):
+                self.template.notes += ["with nulls in tools or calls of them, which are left out"]
+            made = self.of_line(plain)
             for example in made:
                 example.text.encode()
         except UnicodeEncodeError as error:
@@ -113,6 +116,14 @@ class Encoder:
         except RecursionError as error:
             raise BadLine("values that Python can nest", "deeper ones") from error
         return made
+
+    @staticmethod
+    def calls(line: dict) -> list:
+        """The tools of a line, and what its messages call."""
+        messages = line.get("messages")
+        turns = messages if isinstance(messages, list) else []
+        calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, dict)]
+        return [line.get("tools"), *calls]
 
     def of_line(self, line: dict) -> list[Example]:
         """Those of an object of JSON, in whichever form it is."""

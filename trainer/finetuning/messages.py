@@ -70,7 +70,7 @@ def loaded(text: Any, expected: str) -> Any:
 
 def objects(value: Any, expected: str) -> list[dict]:
     """A list of JSON objects, which may be a string of JSON. Raises BadLine."""
-    value = loaded(value, expected)
+    value = without_nulls(loaded(value, expected))
     if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise BadLine(expected, "none or something else")
     return value
@@ -89,6 +89,13 @@ def strings(value: Any) -> Iterator[str]:
 def there(value: Any) -> bool:
     """Whether a value is neither null nor empty. 0 and false are there."""
     return value is not None and value not in ("", [], {})
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of JSON without the keys whose value is null: in a table a row has them because others do."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def is_learned(message: dict, where: str) -> bool:

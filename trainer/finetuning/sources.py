@@ -192,12 +192,40 @@ def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
             made.download_and_prepare()
             table = made.as_dataset(split="train")
         except Exception as error:  # whatever strange bytes lead to
+            name = ""
+            with suppress(Exception):
+                name = _unknown_column(file)
+            if name:
+                fix = "leave the column out, or save it as a struct, a list or text of JSON"
+                raise unusable(str(file), "columns that datasets reads", name, fix) from error
             found = one_line(error.__cause__ or error, 200)
             raise unusable(str(file), f"a {file.suffix} file", found, "save it again") from error
         # As Arrow has them: `datasets` would open the files that columns of images and sounds name.
         for batch in table.with_format("arrow").iter(BATCH):
             for row in batch.to_pylist():
                 yield _value(row, table.features)
+
+
+def _unknown_column(file: Path) -> str:
+    """The name and the type of a column that `datasets` has no type for, such as a map; "" if it knows all."""
+    import datasets
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if file.suffix == ".parquet":
+        schema = parquet.read_schema(file)
+    else:
+        with open(file, "rb") as opened:
+            begin = opened.read(6)
+            opened.seek(0)
+            read = ipc.open_file if begin == b"ARROW1" else ipc.open_stream
+            schema = read(opened).schema
+    for field in schema:
+        try:
+            datasets.Features.from_arrow_schema(pyarrow.schema([field]))
+        except ValueError:
+            return f"{field.name} of type {field.type}"
+    return ""
 
 
 def _value(value: Any, feature: Any = None) -> Any:
