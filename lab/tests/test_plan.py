@@ -24,7 +24,7 @@ from trainer import costs
 from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-FAR = 6  # rows of results/ that the closed form misses by more than 1 %; docs/planner.md names them
+FAR = 6  # rows of results/ that the closed form misses by more than 1 %; python -m lab.benchmarks.planner prints them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
