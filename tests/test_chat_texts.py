@@ -14,6 +14,7 @@ from conversations import FAMILIES, TURNS, refuse
 from test_chat import learned_text
 
 from trainer.data import DataError
+from trainer.finetuning.columns import OF_OTHERS
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytest.importorskip("hypothesis", reason="needs hypothesis: ./launch.sh install")
@@ -171,3 +172,55 @@ def test_other_keys_of_a_line_are_named_in_the_summary(batches):
     lines = dict(messages=TURNS, source="a"), dict(text="a", source="b", id=None), dict(messages=TURNS, source="")
     stream = batches(lines)
     assert "1 with 'source' beside messages, which is not read, 1 with 'source' beside text" in stream.description
+
+
+SUN = dict(role="tool", content="Sun.")
+
+
+def test_the_name_of_a_result_need_not_be_written_if_a_call_has_it(batches):
+    """Of OpenAI's and TRL's form. FAMILIES["all"] writes the name of the call, and none of a result."""
+    named, other = ([USER, called(), SUN | dict(name=name), ANSWER] for name in ("weather", "wether"))
+    plain = batches([dict(messages=[USER, called(), SUN, ANSWER])], "all", seqlen=300)
+    assert batches([dict(messages=named)], "all", seqlen=300).fingerprint == plain.fingerprint
+    refuse("no 'wether' of the name in message 3", batches, [dict(messages=other)], "all")
+    first = [USER | dict(name="weather"), *named[1:]]
+    refuse("no 'weather' of the name in message 1", batches, [dict(messages=first)], "all")
+
+
+def test_a_system_beside_messages_is_their_first_message(batches):
+    first = dict(role="system", content="Be terse.")
+    plain = batches([dict(messages=[first, *TURNS])])
+    for changes in ({}, dict(format="messages")):
+        other = batches([dict(messages=TURNS, system="Be terse.")], **changes)
+        assert other.fingerprint == plain.fingerprint and "'system' beside" not in other.description
+    refuse("one system message, found system beside messages", batches,
+        [dict(messages=[first, *TURNS], system="Be kind.")])  # fmt: skip
+
+
+OTHERS_KEYS = [  # key, value that is refused, values with which nothing changes, words
+    ("label", False, [True, None, 0, "good"], "KTO's label of an answer.*, found label false"),
+    ("kto_tag", False, [True], "found kto_tag false"),
+    ("weight", 0.5, [1, 1.0, "heavy"], "put weight 0 or 1 into messages"),
+    ("train", False, [True], "put train: false into messages"),
+    ("functions", [dict(name="f")], [[]], "add --columns tools=functions"),
+    ("documents", [dict(text="a")], [None], "write them into one"),
+    ("images", ["a.png"], [[]], 'without images, found images ."a.png'),
+    ("videos", ["a"], [None], "without videos"), ("audios", ["a"], [None], "without sounds"),
+    ("input_ids", [1, 2], [[]], "leave input_ids out"), ("labels", [1], [None], "leave labels out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "wrong", "harmless", "words"), OTHERS_KEYS)
+def test_a_key_by_which_others_decide_what_is_learned_is_refused_or_harmless(batches, key, wrong, harmless, words):
+    forms = dict(messages=TURNS), dict(prompt="a", completion=" b"), dict(text="a")
+    for form in forms:
+        refuse(words, batches, [form | {key: wrong}])
+        for value in harmless:
+            stream = batches([form | {key: value}])
+            assert stream.fingerprint == batches([form]).fingerprint and "not read" not in stream.description
+    stream = batches([forms[0], forms[0] | {key: wrong}], bad_lines="skip")
+    assert "1 line left out as bad" in stream.description
+
+
+def test_every_key_of_the_table_has_a_test():
+    assert {*OF_OTHERS} == {key for key, *_ in OTHERS_KEYS}

@@ -23,6 +23,22 @@ FORMATS = "auto", *NEEDED
 OF_MESSAGES = "role", "content"  # keys in a message
 OPTIONAL = "system", "input", "history", "tools"
 NAMES = (*(name for names in NEEDED.values() for name in names), *OPTIONAL, *OF_MESSAGES)
+# Keys beside an example by which others decide what is learned: (the value that is refused, ANY or a number but 1, what
+# was expected, the way on). Other keys are named in the summary.
+ANY, NOT_ONE = "any", "a number but 1"
+OF_OTHERS = {
+    "label": (False, "KTO's label of an answer, true where it is to be learned", forms.SKIP),
+    "kto_tag": (False, "KTO's tag of an answer, true where it is to be learned", forms.SKIP),
+    "weight": (NOT_ONE, "a weight in messages, not of the line", "put weight 0 or 1 into messages"),
+    "train": (False, "train in messages, not of the line", "put train: false into messages"),
+    "functions": (ANY, "tools, of which these are an older form", "add --columns tools=functions"),
+    "documents": (ANY, "documents in the content of a message", "write them into one"),
+    "images": (ANY, "text alone, without images", forms.SKIP),
+    "videos": (ANY, "text alone, without videos", forms.SKIP),
+    "audios": (ANY, "text alone, without sounds", forms.SKIP),
+    "input_ids": (ANY, "text, which is made into tokens here", "leave input_ids out"),
+    "labels": (ANY, "text, of which is told what is learned", "leave labels out"),
+}
 ROLES = dict(
     human="user",
     user="user",
@@ -67,6 +83,7 @@ class Columns(NamedTuple):
                 found = ", ".join(line)[:200] or "no key"
                 raise BadLine(f"the column {column} of --columns", found)
         line |= values
+        check_keys(line)
         kind = self.format if self.format != "auto" else _kind(line)
         missing = [name for name in NEEDED.get(kind, ()) if not forms.there(line.get(name))]
         if missing:
@@ -75,6 +92,10 @@ class Columns(NamedTuple):
             return _of_alpaca(line)
         if kind == "sharegpt" or (kind == "messages" and {*OF_MESSAGES} & {*self.columns}):
             return self.of_conversations(line, NEEDED[kind][0])
+        if kind == "messages" and forms.there(line.get("system")):
+            line = _with_system(
+                line, forms.objects(line["messages"], "messages, a list of messages")
+            )
         if self.format == "auto":
             return line, ""
         others = {name for other, names in NEEDED.items() if other != kind for name in names}
@@ -92,6 +113,17 @@ class Columns(NamedTuple):
         return _with_system(line, made), f"read as ShareGPT's: {key} of {role} and {content}"
 
 
+def check_keys(line: dict) -> None:
+    """Raises BadLine for a key of OF_OTHERS with a value that would decide what is learned."""
+    for key, (wrong, expected, fix) in OF_OTHERS.items():
+        value = line.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        refused = {ANY: forms.there(value), NOT_ONE: number and value != 1}
+        if refused.get(wrong, value is False):
+            shown = json.dumps(value, default=str)[:40]
+            raise BadLine(expected, f"{key} {shown} beside what is learned", fix)
+
+
 def _kind(line: dict) -> str:
     """What an example is by its keys; "" if nothing of it is known."""
     for kind, names in NEEDED.items():
@@ -104,6 +136,8 @@ def _with_system(line: dict, turns: list[dict]) -> dict:
     """A line with these messages, after that of its key "system" if it has one."""
     system = line.pop("system", None)
     first = [dict(role="system", content=system)] if forms.there(system) else []
+    if first and turns[0].get("role") in ("system", "developer"):
+        raise BadLine("one system message", "system beside messages that begin with one")
     return line | dict(messages=first + turns)
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from trainer.data import DataError, readable, unusable
 from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
-from trainer.finetuning.columns import Columns
+from trainer.finetuning.columns import OF_OTHERS, Columns
 from trainer.finetuning.messages import BadLine
 from trainer.finetuning.sources import parsed, place, records
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 11
+FORMAT = 12
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
@@ -150,7 +150,7 @@ class Encoder:
         self.template.notes += [
             f"with {key[:40]!r} beside {used[0]}, which is not read"
             for key, value in line.items()
-            if key not in used and forms.there(value)
+            if key not in used and key not in OF_OTHERS and forms.there(value)
         ]
         return made
 

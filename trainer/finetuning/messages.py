@@ -173,6 +173,13 @@ def as_sent(turn: dict) -> dict:
     return turn | dict(content=turn["content"] or None, tool_calls=[*map(sent, turn["tool_calls"])])
 
 
+def called(turns: list[dict]) -> set[str]:
+    """The names of the functions that messages call."""
+    calls = (call for turn in turns for call in turn.get("tool_calls", ()))
+    names = (call.get("function", call).get("name") for call in calls)
+    return {name for name in names if isinstance(name, str)}
+
+
 def with_marks(turns: list[dict]) -> tuple[list[dict], list[Text]]:
     """The conversation with each of its texts between marks of its own, and these texts."""
     texts: list[Text] = []
@@ -205,10 +212,13 @@ def with_marks(turns: list[dict]) -> tuple[list[dict], list[Text]]:
         return value
 
     made: list[dict] = []
+    names = called(turns)
     for turn in turns:
         number = len(made)
         made.append(dict(turn))
         for key, value in turn.items():
-            if key not in ("role", *LINKS):
+            # A result names the function, which its call has named.
+            link = key == "name" and turn["role"] == "tool" and value in names
+            if key not in ("role", *LINKS) and not link:
                 made[-1][key] = marked(value, LINKS if key == "tool_calls" else ())
     return made, texts
