@@ -57,12 +57,12 @@ PREVIEW = 200  # characters of each part of the example that is shown before the
 
 
 def show(config: finetuning_flags.Config, world: int) -> None:
-    """Prints an example of --data, with what is learned of it marked."""
+    """Prints what a run would say of --data, and an example of each form with what is learned of it marked."""
     try:
         config = flags.resolve(config, "cpu", world)
         vocab = blank_model(config.model).model.get_input_embeddings().num_embeddings
         with answering():
-            put(open_data(config, vocab).preview(0, color=sys.stdout.isatty()), safe=True)
+            put(open_data(config, vocab).report(color=sys.stdout.isatty()), safe=True)
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

@@ -368,3 +368,23 @@ def test_loading_holds_this_ranks_shards_and_one_slice(rank, large, monkeypatch)
         most = shards + 2 * largest + load.weights.MAPPED / 2**20
         assert shards * 0.98 < grown < most, (grown, shards, largest)
         assert (shards < 60) == (rank > 0), shards
+
+
+def test_a_preview_says_what_the_run_would_and_shows_each_form(tune, qwen, tmp_path, capfd):
+    turns = [dict(role="user", content="why? " * 90), dict(role="assistant", content="So. " * 40)]
+    lines = [dict(messages=turns), dict(messages=[]), dict(text="one two"), dict(text=""),
+             dict(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]),
+             dict(prompt="a", completion=" b"), dict(text="three")]  # fmt: skip
+    jsonl(tmp_path / "few.jsonl", lines)
+    argv = "--seqlen", 100, "--bad-lines", "skip", "--data", tmp_path / "few.jsonl", "--batch", 1
+    done = fine(tune(*argv, "--steps", 1))
+    finetune.show(config.parse(list(map(str, ("--model", qwen, *argv)))), 1)
+    shown = capfd.readouterr().out
+    head = shown.partition("\n\n")[0]
+    assert max(map(len, head.splitlines())) <= 100
+    (line,) = [each for each in done.out.splitlines() if each.startswith("data ")]
+    assert " ".join(head.split()) == " ".join(line.split())
+    assert re.search(r"1 cut to 101 tokens,.*; \d+ tokens are cut off", line) and "2 lines left out as bad (" in line
+    forms = "1 example of ShareGPT's", "1 example of prompt and completion", "2 examples of text"
+    assert all(f"\n{form}, the first with [[what is learned]]:\n" in shown for form in forms), shown
+    assert "[[one two<|im_end|>]]" in shown and "[[y<|im_end|>]]" in shown

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import textwrap
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
+WIDTH = 100  # columns of --preview
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
 
@@ -107,6 +109,7 @@ class Examples:
         # The number of its source, of each example.
         self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[data.file]
         self.words = self._described(int((data.sizes > seqlen + 1).sum()), seqlen)
+        self.lost = int(np.clip(data.sizes - seqlen - 1, 0, None).sum())  # tokens
         if not len(self.chosen):
             fix = "raise --seqlen or name other data"
             raise unusable(source, "an example with a label", self.words, fix)
@@ -325,6 +328,7 @@ class ChatBatches(ReadAhead):
         if self.pad != "longest":
             padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
             words += f"; {padding:.1%} of the rows is padding"
+        words += f"; {_n(self.data.lost)} tokens are cut off" * (self.data.lost > 0)
         shared = int(self.data.shared.sum())
         return words + f"; {_n(shared)} tokens stand once for several examples" * (shared > 0)
 
@@ -371,6 +375,17 @@ class ChatBatches(ReadAhead):
             text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
         note = "\nthe tokenizer merges text over the start of an answer, which is cut there"
         return text + note * bool(self.data.data.across[self.data.chosen[number]])
+
+    def report(self, color: bool) -> str:
+        """For --preview: what a run prints of the data in short lines, and the first example of each form of lines."""
+        text = textwrap.fill(f"data {self.description}", WIDTH, subsequent_indent="  ")
+        forms = self.data.data.form.take(self.data.chosen).to_pylist()
+        for form, count in Counter(forms).items():
+            shown = self.preview(forms.index(form), color)
+            marked = "what is learned in green" if color else "[[what is learned]]"
+            head = f"{counted(count, 'example')} of {form}, the first with {marked}:"
+            text += f"\n\n{head}\n{shown}"
+        return text
 
     def prompt(self, most: int) -> list[int]:
         """What --sample answers: the last tokens before the first answer of what is held out or, without it, of what is

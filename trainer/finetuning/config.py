@@ -130,7 +130,8 @@ class Output(flags.Output):
     max_shard_gb: float = 5.0
     """Largest size of a file of --export, in 10^9 bytes."""
     preview: bool = False
-    """Print an example of --data with what is learned of it marked, and end."""
+    """Print what a run would say of --data (lines left out with their reasons, what is learned, cut and padding) and
+    the first example of each form of lines with what is learned of it marked, and end."""
     explain_memory: Suppress[bool] = False
     cast: Suppress[bool] = False
     sample: int = 0

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 12
+FORMAT = 13
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
@@ -152,7 +152,10 @@ class Encoder:
             for key, value in line.items()
             if key not in used and key not in OF_OTHERS and forms.there(value)
         ]
-        return made
+        tools = " with tools" * any(map(forms.there, self.calls(line)))
+        form = recognised.removeprefix("read as ").partition(":")[0]
+        form = form or ("prompt and completion" if "prompt" in used else used[0])
+        return [example._replace(form=form + tools) for example in made]
 
     def plain(self, prompt: str, learned: Any) -> Example:
         """A text, of which what comes after a prompt is learned."""
@@ -177,14 +180,16 @@ class Encoder:
         wholes = iter(self.tokens([example.text for example in examples]))
         parts = iter(self.tokens([part for example in examples for part in example.parts]))
         for file, line, example, notes in waiting:
-            row = dict(file=file, line=line, ids=[], learned=[], across=False, ends=[])
+            row = dict(file=file, line=line, ids=[], learned=[], across=False, ends=[], form="")
             row |= dict(notes=notes, bad=[])
             try:
                 if isinstance(example, BadLine):
                     raise example
                 whole, own = next(wholes), [*islice(parts, len(example.parts))]
                 ids, learned, row["across"], row["ends"] = self.marked(example, whole, own)
-                row |= dict(ids=np.array(ids, np.int32), learned=np.array(learned))
+                row |= dict(
+                    ids=np.array(ids, np.int32), learned=np.array(learned), form=example.form
+                )
                 row["notes"] = notes + [ACROSS] * row["across"]
             except BadLine as why:
                 row |= dict(notes=[], bad=why.args)
@@ -269,6 +274,7 @@ class Tokenised:
         self.top = max(ids.max(initial=0) for ids in self.ids)
         notes = column("notes").combine_chunks().flatten().value_counts().to_pylist()
         self.notes = {note["values"]: note["counts"] for note in notes}  # how many lines have each
+        self.form = column("form")  # [E]
         # Tokens that end what is learned.
         self.ends = sorted(column("ends").combine_chunks().flatten().unique().to_pylist())
         self.bad = data.select(np.flatnonzero(_sizes(column("bad")))).to_list()
@@ -366,6 +372,7 @@ def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
         learned=List(Value("bool")),
         across=Value("bool"),
         ends=List(Value("int32")),
+        form=Value("string"),
         notes=texts,
         bad=texts,
     )

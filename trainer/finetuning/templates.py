@@ -100,6 +100,7 @@ class Example(NamedTuple):
     text: str
     spans: list[tuple[int, int]]  # characters that are learned
     chat: bool  # False: bos and eos are put around the tokens
+    form: str = ""  # what its line was, for people
 
     @property
     def parts(self) -> list[str]:
