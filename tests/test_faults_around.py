@@ -184,6 +184,30 @@ def full(tmp_path):
     subprocess.run(["umount", "-l", tmp_path / "full"], check=True)
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A folder on a disk of 300 kB."""
+    (tmp_path / "small").mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", tmp_path / "small"], capture_output=True)
+    if mount.returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield tmp_path / "small"
+    subprocess.run(["umount", "-l", tmp_path / "small"], check=True)
+
+
+@pytest.mark.parametrize("rows", [99, 9999])  # whose tokens have no room, or the copy of the table has none
+def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, small, tokenizer, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": [" ".join(map(str, range(i, i + 700 * (rows < 1000) + 9))) for i in range(rows)]})
+    path = tmp_path / "a.arrow"
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
+    with pytest.raises(DataError) as error:
+        examples.tokenised([path], tokenizer("qwen2.5"), examples.Rules(), cache=str(small / "cache"))
+    told = str(error.value)
+    assert re.match(f"{small}/cache/chat-.*: expected room for .*No space left on device; free some, or", told), told
+
+
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
     fails(train("--save", full / "run"), 4, f"{full}/run/lock: No space left on device")
     assert not (full / "run/lock").exists(), "an empty one would be waited for"
@@ -258,6 +282,38 @@ def test_a_word_that_the_locale_has_no_bytes_for_is_named(capfd):
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def largest(held):
+    """tokenizer.json with a token of its vocabulary at a number far above the others."""
+    vocab = held["model"]["vocab"]
+    return held | dict(model=held["model"] | dict(vocab=vocab | {list(vocab)[-1]: 3 * 10**9}))
+
+
+ABSURD = {  # a file of a tokenizer; what it holds
+    "a vocabulary": ("tokenizer.json", largest),
+    "an added token": ("tokenizer.json", lambda held: held | dict(
+        added_tokens=[*held["added_tokens"], held["added_tokens"][0] | dict(id=3 * 10**9, content="<|far|>")])),
+    "what is put around": ("tokenizer.json", lambda held: held | dict(
+        post_processor=dict(special_tokens={"<|pad|>": dict(ids=[3 * 10**9])}))),
+    "its config": ("tokenizer_config.json", lambda held: held | dict(added_tokens_decoder={"3000000000": {}})),
+    "another file": ("added_tokens.json", lambda held: {"<|far|>": 3 * 10**9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ABSURD)
+def test_token_ids_that_no_vocabulary_has_are_refused_before_the_library_reads_them(kind, tune, qwen, tmp_path):
+    folder = shutil.copytree(qwen, tmp_path / "copy")
+    name, change = ABSURD[kind]
+    held = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(change(held)))
+    with mock.patch("transformers.AutoTokenizer.from_pretrained", side_effect=AssertionError("it was read")):
+        done = tune("--steps", 1, model=folder)
+    fails(done, 3, f"{folder}/{name}: expected token ids below 2097152, found 3000000000")
+
+
+def test_the_ids_of_tokenizers_as_they_are_pass(qwen):
+    own.check_token_ids(str(qwen))
 
 
 ODD = ["nan", "inf", "-inf", "-1", "0", "-0.0", "0.5", "1e-320", "1e308", "1_0", "0x10", "", "True", "-" + "9" * 30]

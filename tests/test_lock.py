@@ -98,7 +98,10 @@ def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, t
     assert done.row["resumed_after"] == 6 and steps_in(folder) == [4, 6, 7] and not [*folder.glob("lock*")]
 
 
-@pytest.mark.parametrize("text", [None, "", "[1]", '{"pid": -1}', "\0"])
+ODD = ["", "[1]", '{"pid": -1}', "\0", "[" * 10**5, '{"pid": 1.5}', '{"pid": true}', "0" * 10**5]
+
+
+@pytest.mark.parametrize("text", [None, *ODD], ids=lambda text: text and text[:9])
 @pytest.mark.parametrize("ago, waits", [(150, 30), (181, 0), (-1e6, 180)])  # by the file system's clock, not this one
 def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, waits, text, clock, tmp_path, capsys):
     who = "pid 4711 on host node7" if text is None else "somebody"
@@ -110,6 +113,7 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
     told = capsys.readouterr().out
     assert waits - 5 <= clock.now <= waits + lock.POLL
     assert (f"{who} may be writing there" in told) == (waits > 0)
+    assert (f"what {path} holds is no lock of this program" in told) == (waits > 0 and text is not None)
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 

@@ -48,6 +48,13 @@ def test_the_page_is_one_file_with_every_table_and_figure(page):
     assert not re.search(r"""(src|href)=["'](?!data:)|url\(|@import""", text)
 
 
+def test_a_line_break_in_what_a_row_says_ends_no_line_of_a_table(tmp_path, report):
+    for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
+        path = save(tmp_path / "rows.jsonl", [row(line("depth", True, depth=1), CPU, outcome=f"failed: a{end}b | c")])
+        report(f"depth --small --results {path} --html {tmp_path}/page.html")
+        assert "failed: a b / c" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="no browser: apt-get install chromium")
 def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
     with Browser() as browser:

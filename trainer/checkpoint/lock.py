@@ -26,6 +26,7 @@ from trainer.distributed.terminal import regular, tell
 SIGN = 30  # seconds between signs of life
 STALE = 180  # seconds without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
+LONGEST = 1 << 16  # characters of a lock that are read
 # {absolute path of the folder: (content of its lock, end of signs)}.
 _held: dict[str, tuple[str, threading.Event]] = {}
 
@@ -122,20 +123,21 @@ def _create(path: str, text: str) -> None:
 
 
 def _read(path: str) -> str:
-    return regular(path).read_text("utf-8", "replace")
+    with open(regular(path), encoding="utf-8", errors="replace") as file:
+        return file.read(LONGEST)
 
 
 def _owner(text: str) -> dict:
     """The content of a lock; {} of one that is not written yet or is not this program's."""
-    with suppress(ValueError, LookupError, TypeError):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
         found = json.loads(text)
-        return found if 0 < found["pid"] < 2**31 else {}
+        return found if type(found["pid"]) is int and 0 < found["pid"] < 2**31 else {}
     return {}
 
 
 def _who(text: str) -> str:
     owner = _owner(text)
-    return f"pid {owner['pid']} on host {owner.get('host')}" if owner else "somebody"
+    return f"pid {owner['pid']} on host {str(owner.get('host'))[:99]}" if owner else "somebody"
 
 
 def _evict(folder: str, path: str, patient: bool) -> str | None:
@@ -171,9 +173,10 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
     if left > 0:
         if not patient:
             return True
+        odd = "" if _owner(text) else f" (what {path} holds is no lock of this program)"
         tell(
             f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
-            f"waiting {left:.0f} s for another"
+            f"waiting {left:.0f} s for another{odd}"
         )
     until = time.monotonic() + left
     while time.monotonic() < until:

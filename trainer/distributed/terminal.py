@@ -239,6 +239,10 @@ def counted(number: int, what: str) -> str:
     return f"{grouped(number)} {what}{'s' * (number != 1)}"
 
 
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").splitlines())
+
+
 def markdown(columns: list[tuple[str, list[str]]]) -> str:
     """A Markdown table of (title, cells) columns. One with a number in it stands to the right, but for the first."""
     right = [
@@ -249,9 +253,7 @@ def markdown(columns: list[tuple[str, list[str]]]) -> str:
         f"|{''.join('---:|' if r else '---|' for r in right)}",
     ]
     lines = zip(*(texts for _, texts in columns), strict=True)
-    return "\n".join(
-        head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines]
-    )
+    return "\n".join(head + [f"| {' | '.join(map(_in_a_cell, line))} |" for line in lines])
 
 
 class Progress(AbstractContextManager):

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer import checks
@@ -19,6 +20,8 @@ FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or 
 # By --export.
 COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
 TEMPLATES = "additional_chat_templates"  # the only folder that is copied
+# Above each id of any tokenizer: the largest vocabularies have a million.
+TOKEN_IDS = 2**21
 EXPORTED = "exported"  # in --save: after how many steps --export was written, and its `export_mark`
 
 
@@ -86,6 +89,51 @@ def check_folder(folder: str, weights: bool = True) -> None:
         raise DataError(
             f"{folder}: config.json or an index is no JSON of transformers ({error})"
         ) from error
+
+
+def check_token_ids(folder: str) -> None:
+    """DataError for a tokenizer whose files name an id that no vocabulary has: the library would fill all ids below it,
+    or hand it to us, who keep ids in 32 bits. A file that is no JSON is the library's to refuse."""
+    from trainer.data import DataError
+
+    for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json", "vocab.json"):
+        path = Path(folder, name)
+        try:
+            found = json.loads(regular(path).read_bytes()) if path.exists() else {}
+        except (ValueError, RecursionError):
+            continue
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; use a folder of transformers") from error
+        if not isinstance(found, dict):
+            continue
+        if name == "tokenizer.json":
+            keys = "added_tokens", "model", "post_processor", "padding"
+            numbers = _numbers({key: found.get(key) for key in keys})
+        elif name == "tokenizer_config.json":
+            decoder = found.get("added_tokens_decoder")
+            numbers = map(
+                float, filter(str.isdecimal, decoder if isinstance(decoder, dict) else ())
+            )
+        else:
+            numbers = _numbers(found)
+        if odd := [number for number in numbers if not number < TOKEN_IDS]:
+            raise DataError(
+                f"{path}: expected token ids below {TOKEN_IDS}, found {str(max(odd))[:40]}; use the "
+                "model's own tokenizer"
+            )
+
+
+def _numbers(value: object) -> Iterator[int]:
+    """The whole numbers in a value of JSON, whose scores have a point."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is int:
+            yield each
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
 
 
 def copied(folder: str) -> list[str]:

@@ -35,7 +35,7 @@ from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import OF_OTHERS, Columns
 from trainer.finetuning.messages import BadLine
-from trainer.finetuning.sources import parsed, place, records
+from trainer.finetuning.sources import parsed, place, records, without_room
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
 
 if TYPE_CHECKING:
@@ -385,9 +385,7 @@ def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
         cause = error.__cause__
         if not isinstance(cause, OSError):
             raise cause or error from None
-        fix = "free some, or name another folder by XDG_CACHE_HOME"
-        found = one_line(cause, kind=False)
-        raise unusable(str(folder), "room for the token ids", found, fix) from error
+        raise without_room(folder, "the token ids", cause) from error
 
 
 def _seal(folder: Path, digest: str) -> str:

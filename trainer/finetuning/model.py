@@ -24,6 +24,7 @@ from model import attention_saved, cross_entropy
 from simple_fsdp import units_of, unsharded
 from trainer.data import DataError
 from trainer.distributed.terminal import one_line
+from trainer.finetuning.checks import check_token_ids
 
 
 class HuggingFaceModel(nn.Module):
@@ -366,6 +367,7 @@ def tokenizer_of(folder: str):
     """The tokenizer of a folder. DataError: it has none that can be used, or one with code of its own."""
     from transformers import AutoTokenizer
 
+    check_token_ids(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

@@ -9,6 +9,7 @@ of JSON it does not: it gives all lines of a file one schema, fails where a key 
 as 2024-01-01 into dates, and does not name a line that is bad.
 """
 
+import errno
 import importlib.util
 import json
 import math
@@ -20,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.data import files_below, matching, readable, unusable
+from trainer.data import DataError, files_below, matching, readable, unusable
 from trainer.distributed.terminal import grouped, one_line
 
 TABLES = ".parquet", ".arrow"
@@ -183,7 +184,7 @@ def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
 
     datasets.disable_progress_bars()
     builder = Parquet if file.suffix == ".parquet" else Arrow
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with _scratch(scratch, file) as folder:
         # By a plain name: `datasets` takes brackets for a pattern, and a :: for a place on another machine.
         link = Path(folder, "table" + file.suffix)
         link.symlink_to(file.resolve())
@@ -192,6 +193,8 @@ def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
             made.download_and_prepare()
             table = made.as_dataset(split="train")
         except Exception as error:  # whatever strange bytes lead to
+            if no_room(error):
+                raise without_room(folder, f"a copy of {file}", error) from error
             name = ""
             with suppress(Exception):
                 name = _unknown_column(file)
@@ -226,6 +229,29 @@ def _unknown_column(file: Path) -> str:
         except ValueError:
             return f"{field.name} of type {field.type}"
     return ""
+
+
+def _scratch(scratch: Path | None, file: Path) -> tempfile.TemporaryDirectory:
+    try:
+        return tempfile.TemporaryDirectory(dir=scratch)
+    except OSError as error:  # of which --data is no cause
+        raise without_room(scratch or "TMPDIR", f"a copy of {file}", error) from error
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether a full disk, a quota, or a limit of the size of files is behind an error. Arrow has it as text."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if re.search(r"No space left|quota exceeded|File too large", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def without_room(folder: str | Path, what: str, error: BaseException) -> DataError:
+    fix = "free some, or name other folders by XDG_CACHE_HOME and TMPDIR"
+    return unusable(str(folder), f"room for {what}", one_line(error, 200, kind=False), fix)
 
 
 def _value(value: Any, feature: Any = None) -> Any:
