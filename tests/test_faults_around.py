@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -273,6 +274,51 @@ def test_a_limit_of_threads_is_told_where_ranks_meet(train, monkeypatch):
     refuse = mock.Mock(side_effect=RuntimeError("Resource temporarily unavailable"))
     monkeypatch.setattr("torch.distributed.init_process_group", refuse)
     fails(train(), 2, "Resource temporarily unavailable; raise the limits of files")
+
+
+@pytest.fixture
+def few_files():
+    """This process may open 20 more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_shards_than_a_process_may_open_are_told_by_that_limit(train, tmp_path, few_files):
+    for number in range(50):
+        (tmp_path / f"{number}.bin").write_bytes(bytes(2 * 99))
+    line = fails(train("--data", f"bin:{tmp_path}/*.bin"), 3, "Too many open files; raise the limits of files")
+    assert re.search(r"\(ulimit -n \d+, -u \w+, -v \w+\)", line) and "permissions" not in line
+
+
+LIMITS = OSError(24, "Too many open files"), RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("error", LIMITS, ids=str)
+def test_a_limit_that_is_met_anywhere_in_a_run_is_one_line(error, train, monkeypatch):
+    monkeypatch.setattr("main.wrap", mock.Mock(side_effect=error))
+    fails(train(), 2, str(error).split("] ")[-1], "raise the limits of files, processes and memory (ulimit -n ")
+
+
+@pytest.mark.parametrize("error", LIMITS, ids=str)
+def test_a_limit_before_a_run_begins_is_one_line(error):
+    """While torch is imported, and where nobody has looked for it."""
+    code = f"""
+import sys
+from trainer.distributed import terminal
+error = {type(error).__name__}(*{error.args!r})
+if sys.argv[1:]:
+    sys.modules["torch"] = None
+    sys.meta_path.insert(0, type("Finder", (), dict(find_spec=staticmethod(lambda *_: (_ for _ in ()).throw(error)))))
+    del sys.modules["torch"]
+    terminal.import_torch(0)
+terminal.filter_libraries()
+raise error
+"""
+    for argv, exit_code in (([], 1), (["import"], 2)):
+        done = ran(sys.executable, "-c", code, *argv)
+        assert "raise the limits of files, processes and memory (ulimit -n " in fails(done, exit_code)
 
 
 def test_a_word_that_the_locale_has_no_bytes_for_is_named(capfd):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.distributed.terminal import did_you_mean, shown
+from trainer.distributed.terminal import did_you_mean, limit_behind, shown
 from trainer.distributed.terminal import grouped as _n
 
 if TYPE_CHECKING:  # bad files are told before torch is imported, which takes seconds
@@ -251,9 +251,8 @@ def readable(source: str, flag: str = "--data") -> Iterator[None]:
     except OSError as error:
         where = error.filename or source
         found = error.strerror or str(error)
-        raise unusable(
-            where, "readable data", found, f"check the path in {flag} and its permissions"
-        ) from error
+        fix = limit_behind(error) or f"check the path in {flag} and its permissions"
+        raise unusable(where, "readable data", found, fix) from error
 
 
 def _check_length(

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.manifest import CheckpointError, Refused
-from trainer.distributed.terminal import regular, tell
+from trainer.distributed.terminal import limit_behind, regular, tell
 
 SIGN = 30  # seconds between signs of life
 STALE = 180  # seconds without one until another machine's lock is taken over
@@ -58,6 +58,7 @@ def take(folder: str, patient: bool = True) -> str | None:
         ) from None
     except OSError as error:
         fix = "free some space, or name a directory that can be written"
+        fix = limit_behind(error) or fix
         raise CheckpointError(f"{path}: {error.strerror}; {fix}") from None
     _held[key] = text, over
     threading.Thread(target=_signs, args=(key, over), daemon=True).start()

@@ -24,7 +24,7 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import LIMIT, LIMITS, has_launcher
+from trainer.distributed.terminal import has_launcher, limit_behind
 
 
 def set_deterministic(on: bool) -> None:
@@ -106,9 +106,9 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
         address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
         where = f"MASTER_ADDR:MASTER_PORT {':'.join(address)}: " * torchrun
         told = str(e).splitlines()[0]
-        fix = "is it the first rank's address, and do all ranks run?"
-        if "in use" in told or LIMIT.search(told):
-            fix = "choose another port" if "in use" in told else LIMITS
+        fix = limit_behind(e) or "is it the first rank's address, and do all ranks run?"
+        if "in use" in told:
+            fix = "choose another port"
         raise ValueError(f"{where}{told}; {fix}") from e
     finally:
         connected.set()

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -30,9 +31,10 @@ from typing import NoReturn, TextIO
 MORE = "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"  # numbers that torchrun also sets
 # What the system says where a process may open no more files, or start no more threads.
 LIMIT = re.compile(
-    "EMFILE|too many open files|Resource temporarily unavailable|Cannot allocate memory"
+    "EMFILE|ENFILE|too many open files|Resource temporarily unavailable|Cannot allocate memory|"
+    "can't start new thread",
+    re.IGNORECASE,
 )
-LIMITS = "raise the limits of files, processes and memory (ulimit -a), or end other programs"
 PARENT = os.getppid()  # now: it may be gone when torch is imported
 
 
@@ -69,6 +71,19 @@ def check_host(name: str, rank: int = 0) -> None:
         )
 
 
+def limit_behind(error: BaseException) -> str:
+    """What to do where a limit of the system is behind an error, with the limits of this process; else empty."""
+    if not LIMIT.search(str(error)):
+        return ""
+    names = {"-n": resource.RLIMIT_NOFILE, "-u": resource.RLIMIT_NPROC, "-v": resource.RLIMIT_AS}
+    soft = {name: resource.getrlimit(which)[0] for name, which in names.items()}
+    told = (
+        f"{name} {'unlimited' if most == resource.RLIM_INFINITY else most}"
+        for name, most in soft.items()
+    )
+    return f"raise the limits of files, processes and memory (ulimit {', '.join(told)}), or end other programs"
+
+
 def has_launcher() -> bool:
     """Whether torchrun, if it has started this process, is still there: nobody else would ever end its ranks. A shell
     may leave its rank alone."""
@@ -95,7 +110,7 @@ def import_torch(rank: int, debug: bool = False) -> None:
         if debug:
             raise
         fix = "correct the environment variables of torch or Python"
-        fix = "set PYTHONUTF8=1" if isinstance(error, UnicodeError) else fix
+        fix = "set PYTHONUTF8=1" if isinstance(error, UnicodeError) else limit_behind(error) or fix
         fail(f"torch cannot be imported: {one_line(error, 200)}; {fix} (--debug shows where)", rank)
 
 
@@ -170,6 +185,8 @@ def filter_libraries() -> None:
         return made
 
     def uncaught(kind, error, trace):
+        if fix := limit_behind(error):
+            return tell_error(f"error: {one_line(error)}; {fix}")
         tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), sys.stderr)
 
     warnings.showwarning = warn
@@ -286,7 +303,8 @@ class Progress(AbstractContextManager):
             console.show_cursor()  # a process that is killed could not bring it back
         else:
             tell(f"{self}", self.stream)
-            threading.Thread(target=self._repeat, name="progress", daemon=True).start()
+            with suppress(RuntimeError):  # no more threads: what needs one says so
+                threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def stage(self, stage: str | Callable[[], str]) -> None:
         """What is done from now on."""

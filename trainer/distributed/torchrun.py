@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from unittest import mock
 
 from trainer.distributed.terminal import (
-    LIMIT,
-    LIMITS,
     Progress,
     check_host,
     import_torch,
+    limit_behind,
     one_line,
     tell,
 )
@@ -109,8 +108,7 @@ def main(argv: list[str]) -> int:
         cause = "the first host, by which all meet, does not answer; start all again with the same lines"
         if "EADDRINUSE" in str(e) or "in use" in str(e):
             cause = "another program uses the port by which all meet; choose another MASTER_PORT"
-        if LIMIT.search(str(e)):
-            cause = LIMITS
+        cause = limit_behind(e) or cause
         tell(f"torchrun: {cause}: {one_line(e)}", sys.stderr)
         return 1
     return 0

@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
-from trainer.distributed.terminal import one_line, tell, tell_error
+from trainer.distributed.terminal import limit_behind, one_line, tell, tell_error
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.measuring import memory
@@ -109,6 +109,8 @@ def outcome_of(
             return Outcome(
                 f"failed: {text}", code, text if run is None else f"failed: {text}", common
             )
+    if fix := limit_behind(error):
+        return Outcome(f"failed: {text}", 2, f"failed: {text}; {fix}", False)
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
     text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
