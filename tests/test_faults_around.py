@@ -31,7 +31,8 @@ from lab.planning.search import Plan
 from lab.report import history
 from trainer import checks
 from trainer import config as flags
-from trainer.checkpoint import lock
+from trainer.checkpoint import lock, save
+from trainer.checkpoint.manifest import CheckpointError
 from trainer.costs import measured
 from trainer.data import DataError
 from trainer.data import check_files as check_data
@@ -193,7 +194,7 @@ def small(tmp_path):
     if mount.returncode:
         pytest.skip("needs root, to mount a small disk")
     yield tmp_path / "small"
-    subprocess.run(["umount", "-l", tmp_path / "small"], check=True)
+    subprocess.run(["umount", "-l", tmp_path / "small"], capture_output=True)  # a test may have done it
 
 
 @pytest.mark.parametrize("rows", [99, 9999])  # whose tokens have no room, or the copy of the table has none
@@ -207,6 +208,41 @@ def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, small, to
         examples.tokenised([path], tokenizer("qwen2.5"), examples.Rules(), cache=str(small / "cache"))
     told = str(error.value)
     assert re.match(f"{small}/cache/chat-.*: expected room for .*No space left on device; free some, or", told), told
+
+
+@pytest.mark.parametrize("errors", ["stop", "warn"])
+def test_a_file_system_that_is_unmounted_in_mid_run_gets_no_save_into_what_is_below(errors, small, train, monkeypatch):
+    begin = save._begin
+
+    def unmounted(folder, name, needs):
+        if name == "step-00000004":
+            subprocess.run(["umount", "-l", small], check=True)
+            (small / "run").mkdir()  # below it, as where a mount has hidden an older run
+        return begin(folder, name, needs)
+
+    monkeypatch.setattr(save, "_begin", unmounted)
+    done = train("--save", small / "run", "--save-every", 2, "--save-errors", errors)
+    told = f"{small}/run: is another directory than at the start, without the lock of this run; is its file system"
+    assert done.code == 4 and told in done.err, done.err  # the last save must succeed
+    assert [*(small / "run").iterdir()] == []
+
+
+def test_a_folder_that_was_replaced_is_noticed_and_one_that_was_moved_back_is_not(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert lock.take(folder) is None
+    folder.rename(tmp_path / "aside")
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match="run: is another directory than at the start"):
+        lock.renew(folder)
+    assert [*folder.iterdir()] == []
+    folder.rmdir()
+    (tmp_path / "aside").rename(folder)
+    lock.renew(folder)
+    (folder / "lock").unlink()  # by hand
+    lock.renew(folder)
+    assert (folder / "lock").exists()
+    lock.drop(folder)
 
 
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):

@@ -27,8 +27,8 @@ SIGN = 30  # seconds between signs of life
 STALE = 180  # seconds without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
 LONGEST = 1 << 16  # characters of a lock that are read
-# {absolute path of the folder: (content of its lock, end of signs)}.
-_held: dict[str, tuple[str, threading.Event]] = {}
+# {absolute path of the folder: (content of its lock, end of signs, device and inode of the folder)}.
+_held: dict[str, tuple[str, threading.Event, tuple[int, int]]] = {}
 
 
 def take(folder: str, patient: bool = True) -> str | None:
@@ -52,6 +52,7 @@ def take(folder: str, patient: bool = True) -> str | None:
     try:
         said = _evict(folder, path, patient) if os.path.lexists(path) else None
         _create(path, text)
+        directory = _directory(folder)
     except FileExistsError:
         raise Refused(
             f"--save {folder}: another run has just begun to write there; save elsewhere"
@@ -60,7 +61,7 @@ def take(folder: str, patient: bool = True) -> str | None:
         fix = "free some space, or name a directory that can be written"
         fix = limit_behind(error) or fix
         raise CheckpointError(f"{path}: {error.strerror}; {fix}") from None
-    _held[key] = text, over
+    _held[key] = text, over, directory
     threading.Thread(target=_signs, args=(key, over), daemon=True).start()
     return said
 
@@ -72,14 +73,20 @@ def _signs(folder: str, over: threading.Event) -> None:
 
 
 def renew(folder: str) -> None:
-    """A sign of life; nothing happens if this process does not have the lock. CheckpointError if another run has."""
+    """A sign of life; nothing happens if this process does not have the lock. CheckpointError if another run has, or
+    if the folder is another one: of a file system that is no longer mounted there is left the empty one below."""
     folder = os.path.abspath(folder)
     if folder not in _held:
         return
     path = os.path.join(folder, "lock")
-    text, _ = _held[folder]
+    text, _, directory = _held[folder]
     found = content(folder)
-    if found is None:  # somebody has removed it by hand
+    if found is None and _directory(folder) != directory:
+        raise CheckpointError(
+            f"{folder}: is another directory than at the start, without the lock of this run; is its file system "
+            "still mounted? mount it, and the same command goes on"
+        )
+    elif found is None:  # somebody has removed it by hand
         _create(path, text)
     elif found != text:
         raise CheckpointError(
@@ -93,7 +100,7 @@ def renew(folder: str) -> None:
 def drop(folder: str) -> None:
     folder = os.path.abspath(folder)
     if folder in _held:
-        text, over = _held.pop(folder)
+        text, over, _ = _held.pop(folder)
         over.set()
         with suppress(OSError):
             if content(folder) == text:
@@ -110,6 +117,13 @@ def content(folder: str) -> str | None:
     """Of the lock in `folder`, which no other lock has; None without a lock."""
     with suppress(FileNotFoundError):
         return _read(os.path.join(folder, "lock"))
+    return None
+
+
+def _directory(folder: str) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        about = os.stat(folder)
+        return about.st_dev, about.st_ino
     return None
 
 
