@@ -7,8 +7,8 @@ The first word is rank:step:where:kind, or several with commas between; then com
 rank: a number, or * for all ranks. step: from 1 on, as in the log.
 where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
 files are written, not committed), commit (before the directory gets its final name).
-kind: kill, stop, term, int, hup, quit, segv (signals), exit (code 9), hang (sleeps for ever), raise (RuntimeError),
-enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
+kind: kill, stop, term, int, hup, quit, usr1, xcpu, segv (signals), exit (code 9), hang (sleeps for ever), raise
+(RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
 Each happens once, and not again after a restart by torchrun. The product does not know of them: `planting` patches it.
 """
 
@@ -36,7 +36,7 @@ from trainer.step import Step
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
 SIGNALS = {
     name: signal.Signals[f"SIG{name.upper()}"]
-    for name in ("kill", "stop", "term", "int", "hup", "quit", "segv")
+    for name in ("kill", "stop", "term", "int", "hup", "quit", "usr1", "xcpu", "segv")
 }
 ERRORS = {
     "raise": lambda: RuntimeError("an injected fault"),

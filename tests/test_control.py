@@ -81,6 +81,15 @@ def test_a_second_signal_ends_the_process_at_once_unless_it_is_ending(over, monk
     assert (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM) != over
 
 
+def test_a_limit_of_cpu_time_that_is_told_again_each_second_lets_the_run_save(monkeypatch):
+    monkeypatch.setattr(control, "AGAIN_S", 0.0)
+    with Signals(speak=False) as signals:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGXCPU)
+            time.sleep(0.01)
+        assert signals.got == signal.SIGXCPU
+
+
 def test_a_second_signal_while_the_first_is_noted_ends_nothing(monkeypatch):
     signals = Signals(speak=False)
     others = [signal.SIGINT]

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("isolated")
 
 
 @pytest.mark.parametrize("fault, code", [
-    ("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:quit", 131),
+    ("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:quit", 131), ("0:3:data:usr1", 138),
+    ("0:3:backward:xcpu", 152),
 ])  # fmt: skip
 def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run(
     fault, code, train, tmp_path

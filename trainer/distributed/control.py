@@ -85,11 +85,20 @@ def agree_on_weights(model: torch.nn.Module, device: torch.device, group: Group)
 
 
 class Signals:
-    """Notes SIGTERM, SIGINT, SIGHUP (of a terminal that closes) and SIGQUIT in `got`; a second one, later than AGAIN_S,
-    ends the process. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then ends who ignores it. Main
-    thread only; but Python calls no handler while that is in C, as in a collective: another thread may `look`."""
+    """Notes SIGTERM, SIGINT, SIGHUP (of a terminal that closes), SIGQUIT, SIGUSR1 (SLURM's --signal=USR1@120) and
+    SIGXCPU (a limit of CPU time) in `got`. A second one, later than AGAIN_S, ends the process; a second SIGXCPU does
+    not, since the system sends one each second. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then
+    ends who ignores it. Main thread only; but Python calls no handler while that is in C, as in a collective: another
+    thread may `look`."""
 
-    KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    KINDS = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGXCPU,
+    )
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
@@ -149,7 +158,7 @@ class Signals:
                         sys.__stderr__.fileno(),
                         b"Ctrl-C: stopping after this step; again: at once\n",
                     )
-        elif time.monotonic() - self.at > AGAIN_S:
+        elif signum != signal.SIGXCPU and time.monotonic() - self.at > AGAIN_S:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 

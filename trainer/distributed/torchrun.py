@@ -28,7 +28,14 @@ FOLLOWING = 7, 143, -signal.SIGTERM
 # How ranks end that have obeyed a signal. None: a process that cannot be ended, as one that waits for a dead disk.
 STOPPED = {None, 0} | {
     code
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    for kind in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGXCPU,
+    )
     for code in (-kind, 128 + kind)
 }
 MEMORY = (

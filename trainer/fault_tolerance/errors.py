@@ -2,7 +2,7 @@
 
 0 done, 1 anything not foreseen, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be used or written,
 5 non-finite training, 6 out of memory, 7 a rank hangs, is gone or runs something else, 143 stopped by SIGTERM (130: by
-Ctrl-C, 129: by SIGHUP, 131: by SIGQUIT) after saving.
+Ctrl-C, 129: by SIGHUP, 131: by SIGQUIT, 138: by SIGUSR1, 152: by SIGXCPU) after saving.
 """
 
 import re
