@@ -29,7 +29,7 @@ import plan
 from lab.planning import architecture
 from lab.planning.search import Plan
 from lab.report import history
-from trainer import checks
+from trainer import checks, data
 from trainer import config as flags
 from trainer.checkpoint import lock, save
 from trainer.checkpoint.manifest import CheckpointError
@@ -187,18 +187,24 @@ def full(tmp_path):
 
 
 @pytest.fixture
-def small(tmp_path):
-    """A folder on a disk of 300 kB."""
-    (tmp_path / "small").mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", tmp_path / "small"], capture_output=True)
-    if mount.returncode:
-        pytest.skip("needs root, to mount a small disk")
-    yield tmp_path / "small"
-    subprocess.run(["umount", "-l", tmp_path / "small"], capture_output=True)  # a test may have done it
+def mounted(tmp_path):
+    """make(size) -> a folder on a disk of that size."""
+    folder = tmp_path / "mounted"
+
+    def make(size):
+        folder.mkdir()
+        how = ["-t", "tmpfs", "-o", f"size={size}"]
+        if subprocess.run(["mount", *how, "none", folder], capture_output=True).returncode:
+            pytest.skip("needs root, to mount a small disk")
+        return folder
+
+    yield make
+    subprocess.run(["umount", "-l", folder], capture_output=True)  # a test may have done it
 
 
 @pytest.mark.parametrize("rows", [99, 9999])  # whose tokens have no room, or the copy of the table has none
-def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, small, tokenizer, tmp_path):
+def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, mounted, tokenizer, tmp_path):
+    small = mounted("300k")
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": [" ".join(map(str, range(i, i + 700 * (rows < 1000) + 9))) for i in range(rows)]})
     path = tmp_path / "a.arrow"
@@ -211,7 +217,8 @@ def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, small, to
 
 
 @pytest.mark.parametrize("errors", ["stop", "warn"])
-def test_a_file_system_that_is_unmounted_in_mid_run_gets_no_save_into_what_is_below(errors, small, train, monkeypatch):
+def test_a_file_system_that_is_unmounted_in_mid_run_gets_no_save_below_it(errors, mounted, train, monkeypatch):
+    small = mounted("9m")
     begin = save._begin
 
     def unmounted(folder, name, needs):
@@ -321,11 +328,12 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_more_shards_than_a_process_may_open_are_told_by_that_limit(train, tmp_path, few_files):
+def test_more_shards_than_a_process_may_open_are_told_by_that_limit(tmp_path, few_files):
     for number in range(50):
         (tmp_path / f"{number}.bin").write_bytes(bytes(2 * 99))
-    line = fails(train("--data", f"bin:{tmp_path}/*.bin"), 3, "Too many open files; raise the limits of files")
-    assert re.search(r"\(ulimit -n \d+, -u \w+, -v \w+\)", line) and "permissions" not in line
+    with pytest.raises(DataError, match=r"Too many open files; raise the limits of files, .*ulimit -n \d+, ") as error:
+        data.open_source(f"bin:{tmp_path}/*.bin", 256)
+    assert re.search(r"\(ulimit -n \d+, -u \w+, -v \w+\)", str(error.value)) and "permissions" not in str(error.value)
 
 
 LIMITS = OSError(24, "Too many open files"), RuntimeError("can't start new thread")

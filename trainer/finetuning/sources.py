@@ -193,8 +193,8 @@ def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
             made.download_and_prepare()
             table = made.as_dataset(split="train")
         except Exception as error:  # whatever strange bytes lead to
-            if no_room(error):
-                raise without_room(folder, f"a copy of {file}", error) from error
+            if full := no_room(error):
+                raise without_room(folder, f"a copy of {file}", full) from error
             name = ""
             with suppress(Exception):
                 name = _unknown_column(file)
@@ -238,15 +238,15 @@ def _scratch(scratch: Path | None, file: Path) -> tempfile.TemporaryDirectory:
         raise without_room(scratch or "TMPDIR", f"a copy of {file}", error) from error
 
 
-def no_room(error: BaseException | None) -> bool:
-    """Whether a full disk, a quota, or a limit of the size of files is behind an error. Arrow has it as text."""
+def no_room(error: BaseException | None) -> BaseException | None:
+    """The error of a full disk, a quota or a limit of the size of files that is behind another. Arrow has it as text."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
+            return error
         if re.search(r"No space left|quota exceeded|File too large", str(error)):
-            return True
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def without_room(folder: str | Path, what: str, error: BaseException) -> DataError:
