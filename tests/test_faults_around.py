@@ -329,7 +329,7 @@ def few_files():
 
 
 def test_more_shards_than_a_process_may_open_are_told_by_that_limit(tmp_path, few_files):
-    for number in range(50):
+    for number in range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
         (tmp_path / f"{number}.bin").write_bytes(bytes(2 * 99))
     with pytest.raises(DataError, match=r"Too many open files; raise the limits of files, .*ulimit -n \d+, ") as error:
         data.open_source(f"bin:{tmp_path}/*.bin", 256)

@@ -239,7 +239,7 @@ def _scratch(scratch: Path | None, file: Path) -> tempfile.TemporaryDirectory:
 
 
 def no_room(error: BaseException | None) -> BaseException | None:
-    """The error of a full disk, a quota or a limit of the size of files that is behind another. Arrow has it as text."""
+    """The error of a full disk, a quota or a limit of the size of files that is behind another; Arrow has text."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return error
