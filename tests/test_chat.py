@@ -193,6 +193,17 @@ def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
     refuse(f"below the model's vocabulary of {top}, found {top}; name the tokenizer", batches, chats(3), vocab=top)
 
 
+def test_a_tokenizer_that_drops_text_is_told_and_the_preview_shows_what_is_left(batches, tokenizer):
+    normalizers = pytest.importorskip("tokenizers").normalizers
+    rows = [dict(messages=[TURNS[0], dict(role="assistant", content=f"zed {i} \u00e9\u3000e\u0301")]) for i in range(9)]
+    assert "tokenizer drops" not in batches(rows).description
+    made = tokenizer("qwen2.5")
+    made.backend_tokenizer.normalizer = normalizers.Replace("z", "")
+    stream = batches(rows, made=made)
+    assert "9 of the first 256 with text that the tokenizer drops (--preview shows what is left)" in stream.description
+    assert "[[ed 0 " in stream.preview(0, False)
+
+
 def test_a_preview_shows_what_is_learned_and_does_not_control_the_terminal(batches):
     turns = [TURNS[0], dict(role="assistant", content="a\x1b[2Jb")]
     stream = batches([dict(messages=turns)])

@@ -21,6 +21,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,11 +45,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 13
+FORMAT = 14
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
 ACROSS = "with tokens across the start of an answer, cut there"
+# Of the first CHUNK examples, since it takes as long as tokenising them.
+DROPPED = f"of the first {CHUNK} with text that the tokenizer drops (--preview shows what is left)"
 
 
 class Encoder:
@@ -60,6 +63,7 @@ class Encoder:
         self.rules = rules
         self.template = ChatTemplate(tokenizer, rules)
         self.columns = Columns(rules.format, rules.columns)
+        self.compared = 0  # examples with what their tokens decode to
         self.eos = tokenizer.eos_token_id
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
         with_bos, without = (
@@ -190,12 +194,24 @@ class Encoder:
                 row |= dict(
                     ids=np.array(ids, np.int32), learned=np.array(learned), form=example.form
                 )
-                row["notes"] = notes + [ACROSS] * row["across"]
+                dropped = self.compared < CHUNK and self.drops(example.text, whole)
+                self.compared += 1
+                row["notes"] = notes + [ACROSS] * row["across"] + [DROPPED] * dropped
             except BadLine as why:
                 row |= dict(notes=[], bad=why.args)
                 if self.rules.bad_lines == "stop":
                     raise error_of(self.files, row) from None
             yield row
+
+    def drops(self, text: str, ids: list[int]) -> bool:
+        """Whether tokens decode to fewer characters than their text has, as where a normalizer removes some, or where
+        the vocabulary lacks them. Spaces, and what Unicode writes in several ways, do not count."""
+        left = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        sizes = [
+            sum(not each.isspace() for each in unicodedata.normalize("NFKC", words))
+            for words in (left, text)
+        ]
+        return sizes[0] < sizes[1]
 
     def marked(
         self, example: Example, whole: list[int], parts: list[list[int]]
