@@ -224,3 +224,12 @@ def test_a_key_by_which_others_decide_what_is_learned_is_refused_or_harmless(bat
 
 def test_every_key_of_the_table_has_a_test():
     assert {*OF_OTHERS} == {key for key, *_ in OTHERS_KEYS}
+
+
+def test_a_chat_of_very_many_turns_is_refused_unless_it_is_rendered_once(batches, monkeypatch):
+    monkeypatch.setattr("trainer.finetuning.templates.MOST_MESSAGES", 4)
+    assert len(learned_text(batches([dict(messages=TURNS[:4])]))) == 2
+    long = dict(messages=[*TURNS[:2]] * 3)
+    words = r"expected at most 4 messages, or a template with {% generation %}, found 6 messages, rendered once"
+    refuse(words, batches, [long])
+    assert len(learned_text(batches([long], "markers"))) == 3

@@ -35,6 +35,9 @@ OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
+# Messages of a line whose template has no {% generation %}: it is rendered once for each answer, so that time grows
+# with the square of their number.
+MOST_MESSAGES = 2000
 RENDER = f"give it a role and a key that the template writes, or leave the key out{LEAVE_OUT}"
 TEMPLATE = (
     "put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
@@ -247,6 +250,14 @@ class ChatTemplate:
             text, spans = render(turns[: answers[-1] + 1], how, return_assistant_tokens_mask=True)
             made = {answers[-1]: Example(text, spans, True)}
         else:
+            if answers[-1] >= MOST_MESSAGES:
+                expected = (
+                    f"at most {MOST_MESSAGES} messages, or a template with {{% generation %}}"
+                )
+                fix = f"cut the line in two{LEAVE_OUT}; or {TEMPLATE}"
+                raise BadLine(
+                    expected, f"{len(turns)} messages, rendered once for each answer", fix
+                )
             made = self.by_prefix(turns, answers, how)
         self.check_texts(turns[: answers[-1] + 1], made, how)
         return [made[i] for i in sorted(made)]
