@@ -149,7 +149,8 @@ class Run:
         self.say("\n".join(lines))
 
     def left(self) -> list[str]:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # Without torchrun the variable may be left from another run, and mean nothing.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
         return self.sinks.left(self.config.PROGRAM, ranks, self.config.report)
 
     def say(self, text: str) -> None:
