@@ -35,7 +35,7 @@ from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 # Simulated peaks: of settings drawn over all options, then of the reference setting.
-PEAKS = ("plan_peaks.jsonl", "peaks_order.jsonl")
+PEAKS = ("plan_peaks.jsonl", "peaks.jsonl")
 # What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
 # about 1.7 times as long as the second (Dao 2023, arXiv:2307.08691, figures 4 to 7), whose rate hardware.toml has.
 NEUTRAL = {

@@ -108,7 +108,7 @@ def name_of(row: dict) -> str:
     return f"N={row['world']} {row['cell'].partition(' ')[2]}"
 
 
-RECORDED = read_jsonl(ROOT / "results/peaks_order.jsonl")  # of cells/peaks_order.txt
+RECORDED = read_jsonl(ROOT / "results/peaks.jsonl")  # of cells/peaks.txt
 SMALL = [row for row in RECORDED if row["flags"]["width"] < 4096]
 LEAN = [row for row in RECORDED if row["flags"]["mlp"] == "lean" and row["flags"]["reduce_dtype"] == "bf16"
         and row["flags"]["adam_dtype"] == "fp32" and row not in SMALL
