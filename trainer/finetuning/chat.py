@@ -378,7 +378,10 @@ class ChatBatches(ReadAhead):
 
     def report(self, color: bool) -> str:
         """For --preview: what a run prints of the data in short lines, and the first example of each form of lines."""
-        text = textwrap.fill(f"data {self.description}", WIDTH, subsequent_indent="  ")
+        words = f"data {self.description}"
+        # A name or a path stays in one piece.
+        whole = dict(break_long_words=False, break_on_hyphens=False)
+        text = textwrap.fill(words, WIDTH, subsequent_indent="  ", **whole)
         forms = self.data.data.form.take(self.data.chosen).to_pylist()
         for form, count in Counter(forms).items():
             shown = self.preview(forms.index(form), color)
