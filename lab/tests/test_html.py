@@ -113,8 +113,10 @@ def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_
     results = plain.out.split("\nrow      ")[1].splitlines()[0]
     left = plain.out[plain.out.index("\nrow      ") :].splitlines()[1:]
     assert left[1] == f"curve    {results.removesuffix('.jsonl')}.steps/{plain.row['run']}.jsonl"
-    assert Path(left[1].split()[1]).is_file() and len(left) == 3
-    drawing = shlex.split(left[2].removeprefix("draw it  "))
+    assert Path(left[1].split()[1]).is_file() and len(left) == 4
+    *command, settings = shlex.split(left[2].removeprefix("repeat   "))
+    assert command == ["python", "main.py", "--config"] and Path(settings).is_file()
+    drawing = shlex.split(left[3].removeprefix("draw it  "))
     assert subprocess.run(drawing, cwd=ROOT, capture_output=True).returncode == 0
     assert "<h2>loss</h2>" in Path(drawing[-1]).read_text()
 
