@@ -72,11 +72,11 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     ranks. inputs: more of the batch by name, such as position_ids [B, T]."""
     if step.whole_step is not None:
         return step.whole_step(tokens, targets, **inputs)
-    labels = step.labels_per_rank(targets)
+    divisor = step.loss_divisor(targets)
     loss, grads = 0.0, None
     with step.trained_parameters() as params:
         for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
-            micro_loss = step.forward(x, y, labels, **more)
+            micro_loss = step.forward(x, y, divisor, **more)
             grads = step.accumulate(grads, step.backward(micro_loss, params))
             loss = loss + micro_loss.detach()
     grads = step.reduce(grads)
@@ -144,12 +144,12 @@ def main(
         norms = run.log_norms if config.verbose > 1 else None
         step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
         step.dynamic = config.pad == "longest"
-        run.agree_on_weights(model)
+        run.check_equal_weights(model)
 
         # Weights of --model. A checkpoint has them all; of --lora it holds the adapters alone.
         if not config.random and (config.lora or not run.resume_point):
             run.extra_columns |= load_weights(config, model, run.group)
-        run.attach_step(step)
+        run.resume_into(step)
         report_model(run, config, model, device)
         if run.done:  # all steps were, but not the export
             with run.saver:

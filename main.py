@@ -61,7 +61,7 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
 
     # How many labels the batch has on all ranks, divided by the ranks: each rank's loss is a sum over its labels
     # divided by this. So the step is that of one pass over the whole batch, however it is cut. One all-reduce.
-    labels = step.labels_per_rank(targets)
+    divisor = step.loss_divisor(targets)
     loss, grads = 0.0, None
 
     # The parameters are this rank's shards. (--accum-sync last: they are gathered here, once.)
@@ -69,8 +69,8 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
         # Between two micro-batches a signal may end the step with nothing changed.
         for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
             # Model and loss; each block's parameters are gathered before it runs and dropped after it.
-            # --compile fwdbwd: one graph of `Step.loss_sum`, of which the compiler makes backward as another.
-            micro_loss = step.forward(x, y, labels, **more)
+            # --compile fwdbwd: one graph of `Step.micro_batch_loss`, of which the compiler makes backward as another.
+            micro_loss = step.forward(x, y, divisor, **more)
             # The gradients, sharded as the parameters are: each block's are reduced, and so averaged over ranks,
             # as soon as they are there. Summed over micro-batches in fp32 (FSDP2 and DDP: in .grad).
             grads = step.accumulate(grads, step.backward(micro_loss, params))
@@ -145,10 +145,10 @@ def main(
         # Compile: says what train_step's calls run, by --compile; the first step compiles.
         norms = run.log_norms if config.verbose > 1 else None
         step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
-        run.agree_on_weights(model)
+        run.check_equal_weights(model)
         if config.init is not None:
             initialise(config, model, run.resume_point, run.group)
-        run.attach_step(step)  # if --save holds a checkpoint it is loaded: run.first steps are done
+        run.resume_into(step)  # if --save holds a checkpoint it is loaded: run.first steps are done
 
         # one_step is train_step, with --cuda-graph replayed instead.
         with run.training(step, train_step) as one_step:

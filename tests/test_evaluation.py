@@ -210,10 +210,10 @@ def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
     """At a learning rate of almost nothing: that of the weights it began with."""
     path = tmp_path / "ids.bin"
     path.write_bytes(struct.pack("<4000H", *[int(t) for t in torch.randint(300, (4000,))]))
-    took = runs.Run.attach_step
+    took = runs.Run.resume_into
     models = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs.Run, "attach_step", lambda run, step: (took(run, step), models.append(run)))
+        patch.setattr(runs.Run, "resume_into", lambda run, step: (took(run, step), models.append(run)))
         done = train("--data", f"bin:{path}", "--vocab", 300, "--lr", "1e-30", "--eval-every", 3, "--wrapper", "none")
     assert done.code == 0 and done.row["eval_bpb"] is None and "bits per byte" not in done.out
     (run,) = models

@@ -265,14 +265,14 @@ def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
 
 
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(trains, monkeypatch):
-    took = main.Run.attach_step
+    took = main.Run.resume_into
 
     def take(run, step):  # after the check at the start: the file becomes a folder
         Path(run.config.results).unlink()
         Path(run.config.results).mkdir()
         took(run, step)
 
-    monkeypatch.setattr(main.Run, "attach_step", take)
+    monkeypatch.setattr(main.Run, "resume_into", take)
     done = trains()
     assert "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())

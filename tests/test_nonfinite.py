@@ -31,7 +31,7 @@ INF = math.inf
 
 # ------------------------------------------------------------------------------------------------------------ the step
 
-PLAIN = Step.loss_sum
+PLAIN = Step.micro_batch_loss
 
 
 def poisoned(self, tokens, targets, share):  # compiled with the rest: `poison` is an input of the graph
@@ -41,7 +41,7 @@ def poisoned(self, tokens, targets, share):  # compiled with the rest: `poison` 
 @pytest.fixture
 def poison(monkeypatch):
     """Every step's loss times poison[0], which also spoils gradients, plus poison[1], which does not."""
-    monkeypatch.setattr(Step, "loss_sum", poisoned)
+    monkeypatch.setattr(Step, "micro_batch_loss", poisoned)
 
 
 def made(argv, world=1, device="cpu"):
@@ -193,7 +193,7 @@ RANKS = [f"--compile none {argv}" for argv in (
 
 
 def nan_on_rank_1(mesh):
-    Step.loss_sum = poisoned
+    Step.micro_batch_loss = poisoned
     return {argv: refused(argv, NAN, world=2, on=1) for argv in RANKS}
 
 
@@ -235,7 +235,7 @@ def test_what_one_rank_has_all_refuse(on_two_ranks):
 
 def planted(monkeypatch, steps, factor=NAN):
     """Multiplies the loss of these steps (from 1)."""
-    took = main.Run.attach_step
+    took = main.Run.resume_into
     count = itertools.count(1)
 
     def plant(run, step):
@@ -243,7 +243,7 @@ def planted(monkeypatch, steps, factor=NAN):
         loss_fn = step.loss_fn
         step.loss_fn = lambda *batch: loss_fn(*batch) * (factor if next(count) in steps else 1.0)
 
-    monkeypatch.setattr(main.Run, "attach_step", plant)
+    monkeypatch.setattr(main.Run, "resume_into", plant)
 
 
 def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(

@@ -116,7 +116,7 @@ class HookedStep(Step):
             block.forward = torch.compile(block.forward, fullgraph=True, options=own)
         if c.compile == "blocks":  # the loss, too, as ours
             self.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=own)
-            self.logits_alone = True
+            self.model_gives_logits = True
         if c.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if c.reduce_dtype == "bf16":
@@ -137,10 +137,10 @@ class HookedStep(Step):
             with self.call.no_sync() if ddp and not reduces else nullcontext():
                 yield micro_batch
 
-    def forward(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, divisor: Tensor, **inputs: Tensor) -> Tensor:
         enabled = self.autocast is not None
         with torch.autocast(tokens.device.type, self.autocast, enabled=enabled):
-            return super().forward(tokens, targets, labels, **inputs)
+            return super().forward(tokens, targets, divisor, **inputs)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> tuple:
         """Adds the gradients to `.grad`; returns none."""

@@ -2,8 +2,8 @@
 
     with Run(config, check, rank, local_rank, world) as run:    # flags get their values, the ranks meet
         run.find_start(data, model, attention, counted=model)   # the newest checkpoint; run.first steps are done
-        run.agree_on_weights(model)
-        run.attach_step(step)                                   # loads the checkpoint into it, prepares to save
+        run.check_equal_weights(model)
+        run.resume_into(step)                                   # loads the checkpoint into it, prepares to save
         with run.training(step, train_step) as one_step:        # an end saves first; then --sample writes
             for k in range(run.first, run.config.steps):
                 with run.timed(k):
@@ -216,11 +216,11 @@ class Run:
         self.state.wandb = self.sinks.wandb_id
         self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
 
-    def agree_on_weights(self, model: LanguageModel) -> None:
+    def check_equal_weights(self, model: LanguageModel) -> None:
         """Desync where ranks have drawn other initial values, or hold other parameters."""
         agree_on_weights(model, self.device, self.group)
 
-    def attach_step(self, step: Step) -> None:
+    def resume_into(self, step: Step) -> None:
         """The step that will be trained and saved, whose model has its first values: loads the checkpoint into it if
         there is one."""
         self.step = step

@@ -192,7 +192,7 @@ class Step:
         self.between = between or (lambda: None)
         self.inspect = inspect
         # Modes "model" and "blocks": the model gives logits, unless the loss is chunked.
-        self.logits_alone = False
+        self.model_gives_logits = False
         self.cross_entropy = cross_entropy
         self.mesh = mesh
         self.whole_weights = None
@@ -204,7 +204,7 @@ class Step:
                 model, optimizer, param_dtype, reduce_dtype or param_dtype
             )
         self.ranks = mesh.size() if mesh is not None else 1
-        self.loss_fn = self.loss_sum
+        self.loss_fn = self.micro_batch_loss
         self.shard_groups = [shard_group(p) for p in optimizer.params]
         groups = {
             None if group is None else group[0].get_group(group[1]).group_name
@@ -232,12 +232,14 @@ class Step:
         if self.watcher is not None:
             self.watcher(phase, grads or [])
 
-    def loss_sum(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
-        """tokens, targets [b, T] of a micro-batch -> its part of the loss: the sum over its labels / `labels`. The one
+    def micro_batch_loss(
+        self, tokens: Tensor, targets: Tensor, divisor: Tensor, **inputs: Tensor
+    ) -> Tensor:
+        """tokens, targets [b, T] of a micro-batch -> its part of the loss: the sum over its labels / `divisor`. The one
         function that --compile fwdbwd compiles for forward, and with it backward."""
-        if self.logits_alone and not self.chunk:
-            return self.cross_entropy(self.call(tokens, **inputs), targets) / labels
-        return self.call(tokens, targets, self.chunk, **inputs) / labels
+        if self.model_gives_logits and not self.chunk:
+            return self.cross_entropy(self.call(tokens, **inputs), targets) / divisor
+        return self.call(tokens, targets, self.chunk, **inputs) / divisor
 
     def micro_batches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -268,7 +270,7 @@ class Step:
                 t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))
         return t
 
-    def labels_per_rank(self, targets: Tensor) -> Tensor:
+    def loss_divisor(self, targets: Tensor) -> Tensor:
         """Labels of the global batch (none count as one) divided by ranks: what a rank divides its sum of token losses
         by. One all-reduce."""
         return self.all_reduce((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
@@ -301,10 +303,10 @@ class Step:
         accum_sync="last" they are whole, gathered here."""
         return self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params)
 
-    def forward(self, tokens: Tensor, targets: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, divisor: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [b, T] of a micro-batch -> its part of the loss, fp32 scalar. Gathers parameters."""
         self.enter("fwd")
-        return self.loss_fn(tokens, targets, labels, **inputs)
+        return self.loss_fn(tokens, targets, divisor, **inputs)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
         """The gradients of `params`; where these are sharded, so are they, and averaged over ranks
@@ -358,11 +360,11 @@ class Step:
         The same lines as train_step of main.py, where each has a comment; for programs with nothing to add to them."""
         if self.whole_step is not None:
             return self.whole_step(tokens, targets, **inputs)
-        labels = self.labels_per_rank(targets)
+        divisor = self.loss_divisor(targets)
         loss, grads = 0.0, None
         with self.trained_parameters() as params:
             for x, y, more in self.micro_batches(tokens, targets, inputs):
-                micro_loss = self.forward(x, y, labels, **more)
+                micro_loss = self.forward(x, y, divisor, **more)
                 grads = self.accumulate(grads, self.backward(micro_loss, params))
                 loss = loss + micro_loss.detach()
         grads = self.reduce(grads)
@@ -390,8 +392,8 @@ class OneGraph(Step):
     def whole(
         self, tokens: Tensor, targets: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        labels = self.labels_per_rank(targets)
-        loss = self.loss_sum(tokens, targets, labels, **inputs)
+        divisor = self.loss_divisor(targets)
+        loss = self.micro_batch_loss(tokens, targets, divisor, **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
             loss = self.all_reduce(loss.detach(), "avg")
@@ -550,13 +552,13 @@ def make_step(
         for block in blocks:
             block.compile(fullgraph=True, options=options)
         step.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=options)
-        step.logits_alone = True
+        step.model_gives_logits = True
     elif mode == "model":
         step.call = compiled("model", model, options)
-        step.logits_alone = True
+        step.model_gives_logits = True
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
-        plain_loss = type(step).loss_sum
+        plain_loss = type(step).micro_batch_loss
         own = types.FunctionType(
             plain_loss.__code__.replace(),
             plain_loss.__globals__,

@@ -26,7 +26,7 @@ from trainer.optimizer import Muon
 from trainer.step import Step
 
 
-class ToldRun(RunView, Protocol):
+class RunToSummarize(RunView, Protocol):
     """What a header and a row tell of a run (trainer.run.Run)."""
 
     world: int  # ranks, simulated ones too
@@ -57,7 +57,7 @@ def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
     }
 
 
-def figures(run: ToldRun, ms: float) -> dict[str, float]:
+def figures(run: RunToSummarize, ms: float) -> dict[str, float]:
     """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
     the peak so far; without what is not known."""
     mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))[
@@ -76,7 +76,7 @@ def figures(run: ToldRun, ms: float) -> dict[str, float]:
     }
 
 
-def row(run: ToldRun, outcome: str) -> dict:
+def row(run: RunToSummarize, outcome: str) -> dict:
     """The row of a run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
     c = run.config
     stats = timing.stats(run.measured.timer.ms()) if outcome == "ok" else timing.stats([])
@@ -134,7 +134,7 @@ ASIDE = dict(
 )
 
 
-def doing(run: ToldRun, live: bool) -> Callable[[], str]:
+def doing(run: RunToSummarize, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
     c = run.config
     dog = run.watchdog
@@ -197,7 +197,7 @@ def units_in_words(rows: list, units: list[str]) -> str:
     return f"units ({len(units)}): {ends}; in none: {len(outside)} of {len(rows)} parameters, {elements} elements"
 
 
-def header(run: ToldRun, settings: Path | None = None) -> list[str]:
+def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
     c = run.config
     env = run.environment

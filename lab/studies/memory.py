@@ -96,9 +96,9 @@ class Part:
         """tokens, targets [B, T] -> the loss."""
         if self.part == "step":
             return self.step(tokens, targets)
-        labels = self.step.labels_per_rank(targets)
+        divisor = self.step.loss_divisor(targets)
         with torch.set_grad_enabled(self.part != "inference"):
-            loss = self.step.forward(tokens, targets, labels)
+            loss = self.step.forward(tokens, targets, divisor)
         if self.part == "forward + backward":
             self.step.backward(loss, self.optimizer.params)
         return loss.detach()

@@ -57,7 +57,7 @@ class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how
     rank: int
     first: int  # steps of earlier runs, from which this one resumed
     state: TrainState
-    step: Step | None  # None until Run.attach_step
+    step: Step | None  # None until Run.resume_into
 
 
 def ended_by(
