@@ -1,28 +1,42 @@
 #!/usr/bin/env bash
-# A parameter group that is added while LinearLR or ConstantLR warms up ends at a multiple of the rate that it was given.
+# A parameter group added during LinearLR or ConstantLR warm-up ends at its learning rate divided by the start factor.
 #
-# Seen: add_param_group(lr=0.1) after LinearLR(start_factor=0.1) was made: the group trains at 0.325, 0.55, .. and
-#   stays at 1.0 after the warm-up, where the old group arrives at 0.1: each step multiplies what is there, and the
-#   new group never had the factor 0.1. ExponentialLR and StepLR decay the new group along from its 0.1, LambdaLR
-#   ends in an error of zip().
+# Seen: add_param_group(lr=0.1) after LinearLR(start_factor=0.1) was made: the group trains at 0.325, 0.55, 0.775 and
+#   1.0, where the old group arrives at 0.1; with start_factor=0.5 it ends at 0.2. The scheduler multiplies the current
+#   rate at every step, and the new group was never scaled down. ConstantLR ends at 1.0, too. ExponentialLR and StepLR
+#   decay the new group from its 0.1, LambdaLR ends in a ValueError of zip().
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: The rate that was given, untouched, or an error with every scheduler.
-# Why it matters: Layers that are unfrozen in the first steps of a run train at ten times their learning rate (a
-#   hundred times with start_factor=0.01) for the rest of it, silently.
+# Expected: The rate that was given, or an error with every scheduler.
+# Why it matters: With start_factor=0.1, layers that are unfrozen during the warm-up train at ten times their learning
+#   rate from its end on.
 set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python=${BASE_PYTHON:-}
 if [ -z "$python" ]; then
     python3 -m venv venv
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
-    # PyPI's torch brings gigabytes of CUDA: the CPU build from where pip looks anyway, else from its own index
-    install numpy==2.4.6 torch==2.13.0+cpu 2>/dev/null ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu numpy==2.4.6 torch==2.13.0
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
 cat > finding.py <<'END'
 import torch
 from torch import nn
@@ -30,8 +44,10 @@ from torch.optim import lr_scheduler
 
 SCHEDULERS = {
     "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 4),
+    "LinearLR from a half": lambda o: lr_scheduler.LinearLR(o, 0.5, 1.0, 4),
     "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.1, 3),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: min(1.0, (k + 1) / 4)),
 }
 
@@ -55,7 +71,9 @@ found = {name: rates(make) for name, make in SCHEDULERS.items()}
 for name, values in found.items():
     print(f"{name}: {values}")
 assert found["LinearLR"][-1] == found["ConstantLR"][-1] == [0.1, 1.0], found
+assert found["LinearLR from a half"][-1] == [0.1, 0.2], found
 assert found["ExponentialLR"][-1] == [0.0031, 0.0031], found
+assert found["StepLR"][-1] == [0.025, 0.025], found
 assert "zip" in found["LambdaLR"], found
 END
 "$python" finding.py

@@ -1,31 +1,46 @@
 #!/usr/bin/env bash
-# set_optimizer_state_dict gives every parameter the learning rate and decay of one saved group where the groups were two.
+# If the parameter groups changed since the save, set_optimizer_state_dict silently gives all parameters one group's learning rate and weight decay.
 #
 # Seen: Saved with two groups (matrices: lr 0.1, decay 0.01; norms and biases: lr 0.2, no decay) and set into an
 #   optimizer of one group, all parameters get the LAST group's lr 0.2 and no decay. With
-#   flatten_optimizer_state_dict=True, which stores the settings per parameter, the same call gives all of them the
-#   FIRST group's. Flattened from one group into two, the undecayed group gets the decay. No warning; without
-#   flattening, one into two leaves a group that has no lr at all, which the next step reads.
+#   flatten_optimizer_state_dict=True the same call gives all of them the FIRST group's. Flattened from one group into
+#   two, the undecayed group gets the decay. No warning, and the moments are the saved ones. Without flattening, one
+#   group loaded into two leaves the first without `lr`, and the next step fails with KeyError: 'betas'.
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or, by parameter names, the
-#   settings kept.
+# Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or the settings kept.
 # Why it matters: A resume after the parameter groups were rearranged trains on with the wrong learning rate and
-#   weight decay, and the moments are right, so that nothing looks odd.
+#   weight decay.
 set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python=${BASE_PYTHON:-}
 if [ -z "$python" ]; then
     python3 -m venv venv
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
-    # PyPI's torch brings gigabytes of CUDA: the CPU build from where pip looks anyway, else from its own index
-    install numpy==2.4.6 torch==2.13.0+cpu 2>/dev/null ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu numpy==2.4.6 torch==2.13.0
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
 cat > finding.py <<'END'
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -35,7 +50,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 
-def build(groups, rates=(0.1, 0.2)):
+def build(groups, rates=(0.1, 0.2), scale=1.0):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -48,28 +63,53 @@ def build(groups, rates=(0.1, 0.2)):
             {"params": vectors, "lr": rates[1], "weight_decay": 0.0},
         ]
     optimizer = torch.optim.AdamW(settings)
-    model(torch.randn(4, 2)).square().sum().backward()
+    (scale * model(torch.randn(4, 2)).square().sum()).backward()
     optimizer.step()
-    optimizer.zero_grad()
     return model, optimizer
 
 
+def moments(model, optimizer):
+    return torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
+
+
 def moved(before, after, flatten):
+    """The groups' (lr, weight_decay), whether the moments are the saved ones, and what the next step does."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    state = get_optimizer_state_dict(*build(before), options=options)
-    model, optimizer = build(after, (1.0, 2.0))
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    return [(group.get("lr"), group.get("weight_decay")) for group in optimizer.param_groups]
+    saved_model, saved = build(before)
+    state = get_optimizer_state_dict(saved_model, saved, options=options)
+    model, optimizer = build(after, (1.0, 2.0), scale=3.0)
+    assert not torch.equal(moments(model, optimizer), moments(saved_model, saved))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    groups = [(group.get("lr"), group.get("weight_decay")) for group in optimizer.param_groups]
+    same = torch.equal(moments(model, optimizer), moments(saved_model, saved))
+    try:
+        optimizer.step()
+    except KeyError as error:
+        return groups, same, repr(error)
+    return groups, same, "done"
 
 
 found = {}
 for flatten in (False, True):
     for before, after in ((2, 1), (1, 2)):
-        found[before, after, flatten] = moved(before, after, flatten)
-        print(f"{before} group(s) into {after}, flatten={flatten}: (lr, decay)", found[before, after, flatten])
-assert found[2, 1, False] == [(0.2, 0.0)], found
-assert found[2, 1, True] == [(0.1, 0.01)], found
-assert found[1, 2, True] == [(0.1, 0.01), (0.1, 0.01)], found
-assert (None, None) in found[1, 2, False], found
+        groups, same, step = found[before, after, flatten] = moved(before, after, flatten)
+        print(f"{before} group(s) into {after}, flatten={flatten}: (lr, decay) {groups}, ", end="")
+        print(f"moments as saved: {same}, next step: {step}")
+_, one = build(1)
+_, two = build(2)
+try:
+    one.load_state_dict(two.state_dict())
+    plain = "loaded"
+except ValueError as error:
+    plain = repr(error)
+print("2 groups into 1 by optimizer.load_state_dict:", plain)
+assert found[2, 1, False] == ([(0.2, 0.0)], True, "done"), found
+assert found[2, 1, True] == ([(0.1, 0.01)], True, "done"), found
+assert found[1, 2, True] == ([(0.1, 0.01), (0.1, 0.01)], True, "done"), found
+assert found[1, 2, False][0][0] == (None, None), found
+assert found[1, 2, False][2] == "KeyError('betas')", found
+assert "different number of parameter groups" in plain, plain
 END
 "$python" finding.py

@@ -1,27 +1,42 @@
 #!/usr/bin/env bash
 # A chat that is truncated on the left has an assistant mask of zeros, although whole answers are left.
 #
-# Seen: apply_chat_template(.., return_assistant_tokens_mask=True, truncation=True) with truncation_side='left'
-#   marks no token at all as soon as the first answer has been cut; the last answer, which is wholly there, is not
-#   marked either. Truncated on the right the mask is right.
+# Seen: apply_chat_template(.., return_assistant_tokens_mask=True, truncation=True) with truncation_side="left" marks
+#   both answers if the cut is before the first, and no token at all if it is inside or after the first: the second
+#   answer, which is wholly there, is not marked either. Truncated on the right, the mask covers the answers that are
+#   left.
 # Versions: torch 2.13.0, transformers 5.23.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: A mask of the answers that are left.
-# Why it matters: truncation_side='left' is what keeps the end of a long chat. Each such example then has no label:
-#   its loss is nan where it stands alone in a batch, and elsewhere it silently teaches nothing.
+# Why it matters: truncation_side="left" is what keeps the end of a long chat. An example that is cut inside or after
+#   its first answer then has no label.
 set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(transformers==5.23.0 numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python=${BASE_PYTHON:-}
 if [ -z "$python" ]; then
     python3 -m venv venv
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
-    # PyPI's torch brings gigabytes of CUDA: the CPU build from where pip looks anyway, else from its own index
-    install transformers==5.23.0 numpy==2.4.6 torch==2.13.0+cpu 2>/dev/null ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu transformers==5.23.0 numpy==2.4.6 torch==2.13.0
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
 cat > finding.py <<'END'
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -58,10 +73,18 @@ def marked(side, length):
     return tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
-for side, length in (("right", 1000), ("left", 16)):
+BOTH = "first answer<|end|>second answer<|end|>"
+EXPECTED = {
+    ("right", 1000): BOTH,
+    ("right", 28): "first answer<|end|>second",  # cut inside the second answer
+    ("left", 19): BOTH,  # cut before the first answer
+    ("left", 18): "",  # cut inside the first answer
+    ("left", 15): "",  # cut after the first answer
+}
+for (side, length), expected in EXPECTED.items():
     text, learned = marked(side, length)
     print(f"truncation_side={side!r}, max_length={length}\n  text   {text!r}\n  marked {learned!r}")
-    assert "second answer<|end|>" in text, text
-    assert learned == ("first answer<|end|>second answer<|end|>" if side == "right" else ""), learned
+    assert text.endswith("second answer<|end|>") == (length != 28), text
+    assert learned == expected, learned
 END
 "$python" finding.py

@@ -1,29 +1,40 @@
 #!/usr/bin/env bash
 # With gradient accumulation the Trainer weighs a mixture of experts' router loss by the number of micro-batches.
 #
-# Seen: The token loss is divided by num_items_in_batch, the tokens of all micro-batches, and the Trainer then
-#   divides by nothing more. The auxiliary loss of the router is a mean over its own micro-batch and is added
-#   undivided, so that k micro-batches sum to about k times router_aux_loss_coef. Without the auxiliary loss one
-#   batch of two rows and two micro-batches of one row give the same update.
+# Seen: The part of the router's update that comes from the auxiliary loss is four times as large with four
+#   micro-batches of one row as with one batch of four rows. Without the auxiliary loss, one batch of four rows and
+#   four micro-batches of one row give the same update.
 # Versions: torch 2.13.0, transformers 5.23.0, accelerate 1.15.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: That gradient accumulation changes only memory: router_aux_loss_coef means the same with 1 and with 16
-#   micro-batches.
-# Why it matters: The balance of the experts is weighed 16 times as much as in the configuration when somebody fits
-#   the run onto a smaller GPU by 16 micro-batches.
+# Expected: That router_aux_loss_coef means the same with one and with four micro-batches.
+# Why it matters: More and smaller micro-batches, for a smaller GPU, change the weight of the experts' balance.
 set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(transformers==5.23.0 accelerate==1.15.0 numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python=${BASE_PYTHON:-}
 if [ -z "$python" ]; then
     python3 -m venv venv
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
-    # PyPI's torch brings gigabytes of CUDA: the CPU build from where pip looks anyway, else from its own index
-    install transformers==5.23.0 accelerate==1.15.0 numpy==2.4.6 torch==2.13.0+cpu 2>/dev/null ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu transformers==5.23.0 accelerate==1.15.0 numpy==2.4.6 torch==2.13.0
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
 cat > finding.py <<'END'
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
