@@ -16,9 +16,11 @@ import os
 import signal
 import sys
 
-from trainer.distributed.terminal import Progress, answering, fail, import_torch, put, ranks, tell
+from trainer.distributed.environment import ranks
 from trainer.finetuning import config as finetuning_flags
 from trainer.finetuning.checks import check_at_once
+from trainer.terminal.output import answering, fail, import_torch, put, tell
+from trainer.terminal.progress import Progress
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     for NAME, VALUE in (("HF_HUB_OFFLINE", "1"), ("USE_HUB_KERNELS", "NO")):  # all is in --model

@@ -22,7 +22,9 @@ import sys
 
 from trainer import config as flags
 from trainer.checks import check, check_at_once
-from trainer.distributed.terminal import Progress, import_torch, ranks
+from trainer.distributed.environment import ranks
+from trainer.terminal.output import import_torch
+from trainer.terminal.progress import Progress
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over

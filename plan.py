@@ -17,8 +17,9 @@ from dataclasses import fields, replace
 from lab.planning import report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import answering, did_you_mean, fail, put
+from trainer.terminal.command_line import flag
+from trainer.terminal.output import answering, fail, put
+from trainer.terminal.text import did_you_mean
 
 # By --what-if, of plan.py's own.
 SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()

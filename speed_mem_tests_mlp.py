@@ -27,8 +27,10 @@ import tyro
 
 from lab.sweeps import sweep
 from trainer import config as flags
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import fail, grouped, markdown, put, ranks
+from trainer.distributed.environment import ranks
+from trainer.terminal.command_line import flag
+from trainer.terminal.output import fail, put
+from trainer.terminal.text import grouped, markdown
 
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
@@ -40,7 +42,7 @@ SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9".spli
 LARGE = "--width 4096 --seqlen 4096 --blocks 4".split()
 ALONE = "--no-data-parallel"
 # A file per published table: the switches of its rows, in its order.
-CELLS = Path(__file__).parent / "cells" / "mlp"
+CELLS = Path(__file__).parent / "settings" / "mlp"
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,7 @@ def table(c: Config) -> int:
 
 def beside_published(name: str, rows: list[dict]) -> str:
     """Markdown: a line per row of the published table `name`, our figures and its."""
-    with (Path(__file__).parent / "reference" / f"{name}.csv").open() as file:
+    with (Path(__file__).parent / "published" / f"{name}.csv").open() as file:
         published = [*csv.DictReader(file)]
     label, *keys = published[0]
     cpu = any("peak_rss_mib" in row for row in rows)

@@ -36,12 +36,13 @@ from lab.planning.architecture import read
 from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
-from trainer.costs import link
-from trainer.distributed.command_line import default, parse_known
-from trainer.distributed.terminal import fail, grouped, put, tell
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
+from trainer.links import link
 from trainer.logging import append_jsonl, check_writable, read_rows
+from trainer.terminal.command_line import default, parse_known
+from trainer.terminal.output import fail, put, tell
+from trainer.terminal.text import grouped
 
 PROGRAM = str(sweep.ROOT / "finetune.py")
 SEARCHED = "--batch", "--remat", "--remat-ratio", "--grad-accum"  # by this program

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 import main
 from trainer import config as flags
 from trainer.checkpoint import save as saver
-from trainer.distributed.terminal import ranks
+from trainer.distributed.environment import ranks
 
 MOMENTS = {  # what is about to be called, for which time with a last argument that ends like this; flags
     "first item": (filesystem, "_write_item", 1, "", ""), "an item": (filesystem, "_write_item", 17, "", ""),

@@ -23,9 +23,9 @@ from running import TINY, TORCHRUN, fails, python, ran, resolved
 
 from trainer import config as flags
 from trainer.config import Output, System, Training
-from trainer.distributed import command_line
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import ranks
+from trainer.distributed.environment import ranks
+from trainer.terminal import command_line
+from trainer.terminal.command_line import flag
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

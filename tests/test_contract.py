@@ -17,7 +17,7 @@ from without_code import WithoutCode
 
 import model as model_file
 from model import ModelConfig, Transformer
-from trainer import costs
+from trainer import step_costs
 from trainer.finetuning.model import HuggingFaceModel
 from trainer.measuring import flops
 from trainer.optimizer import AdamW
@@ -36,7 +36,7 @@ def gated(monkeypatch):
 
 def counted_by_hand(c, seqlen):
     """FLOPs of a token of the gated model: a third product of the width of the MLP in each block."""
-    return costs.flops_per_token(c, seqlen) + 6 * c.depth * c.grow * c.width**2
+    return step_costs.flops_per_token(c, seqlen) + 6 * c.depth * c.grow * c.width**2
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
     steps, _ = as_in_eager(train, compile, "--block", "llama", "--depth", 2)
     assert steps.row["flags"]["block"] == "llama"
     c = ModelConfig(block="llama", depth=2, width=32, head_dim=16, grouping=2, vocab=256)
-    assert f"{costs.flops_per_token(c, 16) / 1e6:.3f} MFLOP per token (causal" in steps.out
+    assert f"{step_costs.flops_per_token(c, 16) / 1e6:.3f} MFLOP per token (causal" in steps.out
 
 
 def test_a_gated_mlp_trains_with_its_own_flops(gated, graphs, train):
@@ -111,7 +111,8 @@ def test_flops_counted_on_meta_are_those_of_the_formula(config, seqlen):
     with torch.device("meta"):
         model = Transformer(ModelConfig(**config))
     found = flops.count(model, seqlen)
-    assert found == tuple(costs.flops_per_token(model.config, seqlen, kind) for kind in ("linear", "palm", "causal"))
+    kinds = ("linear", "palm", "causal")
+    assert found == tuple(step_costs.flops_per_token(model.config, seqlen, kind) for kind in kinds)
 
 
 def llama(device="meta", **more):

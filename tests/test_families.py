@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.data import DataError
-from trainer.distributed.terminal import one_line as in_one_line
 from trainer.finetuning import export, load
 from trainer.finetuning.model import HuggingFaceModel
+from trainer.terminal.text import one_line as in_one_line
 
 pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")

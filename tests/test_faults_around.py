@@ -33,16 +33,17 @@ from trainer import checks, data
 from trainer import config as flags
 from trainer.checkpoint import lock, save
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.costs import measured
 from trainer.data import DataError
 from trainer.data import check_files as check_data
-from trainer.distributed import launch, terminal
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import regular
+from trainer.distributed import launch
 from trainer.finetuning import chat, examples, sources, templates
 from trainer.finetuning import checks as own
 from trainer.finetuning import config as tuning
+from trainer.links import measured
 from trainer.logging import check_writable
+from trainer.terminal import output
+from trainer.terminal.command_line import flag
+from trainer.terminal.output import regular
 
 pytestmark = pytest.mark.usefixtures("isolated")
 LAUNCH = dict(PYTHON=sys.executable, NO_INSTALL="1")  # the environment of ./launch.sh
@@ -350,14 +351,14 @@ def test_a_limit_before_a_run_begins_is_one_line(error):
     """While torch is imported, and where nobody has looked for it."""
     code = f"""
 import sys
-from trainer.distributed import terminal
+from trainer.terminal import output
 error = {type(error).__name__}(*{error.args!r})
 if sys.argv[1:]:
     sys.modules["torch"] = None
     sys.meta_path.insert(0, type("Finder", (), dict(find_spec=staticmethod(lambda *_: (_ for _ in ()).throw(error)))))
     del sys.modules["torch"]
-    terminal.import_torch(0)
-terminal.filter_libraries()
+    output.import_torch(0)
+output.filter_libraries()
 raise error
 """
     for argv, exit_code in (([], 1), (["import"], 2)):
@@ -530,7 +531,7 @@ def test_what_a_run_prints_controls_no_terminal(trains, tmp_path, environ):
     done = trains("--data", f"text:{data}", "--save", tmp_path / f"run{CONTROLS}")
     assert "a\ufffd]52;c;eA==" in done.out and not {*done.out, *done.err} & {*"\x1b\x07\x9b\u202e"}
     environ(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
-    terminal.tell_error(CONTROLS)
+    output.tell_error(CONTROLS)
     told = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
     assert "]52;c;eA==" in told and not {*told} & {*"\x1b\x07\x9b\u202e"}
 
@@ -539,7 +540,7 @@ def test_what_libraries_print_controls_no_terminal():
     """Warnings of matplotlib, for instance, name characters that rows have and a font lacks."""
     code = f"""
 import logging, sys, warnings
-from trainer.distributed.terminal import filter_libraries
+from trainer.terminal.output import filter_libraries
 filter_libraries()
 warnings.warn({CONTROLS!r})
 logging.warning("%s", {CONTROLS!r})
@@ -551,12 +552,12 @@ raise ValueError({CONTROLS!r})
 
 def test_texts_of_any_script_stay_as_they_are():
     for text in ("\u00e4 \u6f22\u3000\u5b57\u00a0\U0001f600\n\ta", "plain"):
-        assert terminal.shown(text) == text
+        assert output.shown(text) == text
 
 
 def test_everything_that_is_printed_goes_through_one_function():
-    """terminal.put; what a shell reads is printed as it is, and a file of the watchdog is none of the terminal's."""
-    own = {"trainer/distributed/terminal.py": 1, "trainer/fault_tolerance/watchdog.py": 1,
+    """output.put; what a shell reads is printed as it is, and a file of the watchdog is none of the terminal's."""
+    own = {"trainer/terminal/output.py": 1, "trainer/fault_tolerance/watchdog.py": 1,
            "lab/sweeps/slurm.py": 1, "lab/sweeps/sweep.py": 1}  # fmt: skip
     files = [file for folder in ("", "trainer/**/", "lab/**/") for file in ROOT.glob(f"{folder}*.py")]
     found = {}

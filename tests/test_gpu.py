@@ -9,9 +9,9 @@ from lab.studies import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import attention as kernels
-from trainer.costs import device_peak
 from trainer.fault_tolerance.watchdog import _collectives
 from trainer.step import COMPILE_MODES, AdamW, Replayed, check_mode, make_step
+from trainer.step_costs import device_peak
 
 pytestmark = GPU
 SHAPE = dict(depth=2, width=256, head_dim=64, grouping=2, vocab=512)

@@ -14,8 +14,9 @@ import pytest
 from running import ROOT
 
 FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
-    ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
+    ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.links", "trainer.step_costs"],
     ["model"],
+    ["trainer.terminal"],
     ["trainer.distributed"],
     ["trainer.config"],
     ["trainer.data", "trainer.attention", "trainer.optimizer"],

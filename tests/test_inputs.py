@@ -27,10 +27,10 @@ from trainer import config as flags
 from trainer import data
 from trainer.config import Output, System, Training
 from trainer.data import Batches
-from trainer.distributed import terminal
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import ranks
+from trainer.distributed.environment import ranks
 from trainer.measuring import memory
+from trainer.terminal import output
+from trainer.terminal.command_line import flag
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -279,7 +279,7 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code(argv, code, train, monke
 
 def test_what_an_encoding_lacks_is_escaped(tmp_path):
     with open(tmp_path / "out", "w", encoding="ascii") as stream:
-        terminal.tell("|g| \u00e4 \udcff", stream)
+        output.tell("|g| \u00e4 \udcff", stream)
     assert (tmp_path / "out").read_text() == "|g| \\xe4 \\udcff\n"
 
 

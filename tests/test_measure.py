@@ -18,11 +18,11 @@ import pytest
 import torch
 from running import on_gpu
 
-from trainer.costs import device_peak
 from trainer.measuring import memory, timing
 from trainer.measuring.flops import utilisation
 from trainer.measuring.memory import Stages, out_of_memory
 from trainer.measuring.timing import Profile, StepTimer, stats
+from trainer.step_costs import device_peak
 
 needs_reset = pytest.mark.skipif("peak_rss_note" in memory.peak("cpu"), reason="no resettable high-water mark here")
 MIB = 2**20

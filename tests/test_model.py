@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as under_test
 from lean import chunked_cross_entropy
 from model import IGNORE, ModelConfig, Transformer, cross_entropy
-from trainer.costs import flops_per_token, reference
+from trainer.step_costs import flops_per_token, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,10 +21,10 @@ from muon import groups_of, layout_of, muon, newton_schulz, plan
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.checkpoint.save import Saver
-from trainer.costs import newton_schulz_flops, reference
 from trainer.distributed import simulated_world as sim
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
+from trainer.step_costs import newton_schulz_flops, reference
 
 pytestmark = pytest.mark.usefixtures("isolated")
 MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()

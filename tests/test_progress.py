@@ -15,9 +15,9 @@ import pytest
 from running import ROOT, TINY, TORCHRUN, python, ran, resolved
 
 from trainer import checks, summary
-from trainer.distributed import terminal
-from trainer.distributed.terminal import Progress, tell
 from trainer.summary import doing, notes
+from trainer.terminal.output import tell
+from trainer.terminal.progress import Progress
 
 STUB = """raise SystemExit("torch is being imported")\n"""
 
@@ -129,7 +129,7 @@ def test_the_limit_of_a_jobs_control_group_counts_and_those_around_it(line, own,
 def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatch):
     monkeypatch.setattr(Progress, "EVERY_S", 0.01)
     now = SimpleNamespace(monotonic=lambda: time.monotonic() * 1000, sleep=time.sleep)  # a second is a millisecond
-    monkeypatch.setattr(terminal, "time", now)
+    monkeypatch.setattr("trainer.terminal.progress.time", now)
     out = io.StringIO()
     with Progress("importing torch", stream=out) as progress:
         progress.stage("compiling; minutes the first time")
@@ -158,7 +158,7 @@ def test_a_stage_that_is_told_while_it_begins_has_no_seconds_yet(monkeypatch):
             told.append(f"{progress}")
         return 1e6
 
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("trainer.terminal.progress.time", SimpleNamespace(monotonic=monotonic))
     progress.stage("second")
     assert told[1] == f"{progress}" == "second"
 

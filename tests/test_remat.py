@@ -19,7 +19,7 @@ from torch.profiler import profile
 import model as under_test
 from lab.profiling.collectives import capture, is_product, saved
 from model import REMAT, ModelConfig, Transformer
-from trainer.costs import flops_per_token, kept_per_block
+from trainer.step_costs import flops_per_token, kept_per_block
 
 
 @pytest.mark.parametrize(("remat", "ratio"), [("none", 1.0), *product(REMAT[1:], (1.0, 0.5, 0.25, 0.0))])

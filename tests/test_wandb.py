@@ -1,4 +1,4 @@
-"""W&B as its users expect it: a resumed run goes on in W&B, too, and cells/sweep.yaml is what W&B's own agent can run.
+"""W&B as users expect it: a resumed run goes on in W&B, too, and settings/sweep.yaml is what W&B's own agent can run.
 
     pytest tests/test_wandb.py         # about 15 s, no network: W&B is a stand-in, but for its agent's own functions
 """
@@ -12,7 +12,7 @@ from running import ROOT, rows_of
 from saved import state_of
 from test_sinks import STEP, FakeWandb, warnings_of
 
-from trainer import config, costs
+from trainer import config, step_costs
 from trainer.logging import Sinks, log_tables
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -42,7 +42,7 @@ def told(step):
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, trains, wandb, monkeypatch):
-    monkeypatch.setattr(costs, "device_peak", lambda name: 1e9)
+    monkeypatch.setattr(step_costs, "device_peak", lambda name: 1e9)
     saving = ["--save", "a", "--wandb", "online", "--log-every", 1]
     assert train(*saving, "--steps", 2).code == 0 and "id" not in wandb.named and told("a/step-00000002") == "new"
     assert wandb.axes["*"] == "step"
@@ -94,7 +94,7 @@ def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(trains, w
 
 def sweep_yaml():
     pytest.importorskip("wandb")
-    return pytest.importorskip("yaml").safe_load((ROOT / "cells/sweep.yaml").read_text())
+    return pytest.importorskip("yaml").safe_load((ROOT / "settings/sweep.yaml").read_text())
 
 
 def command(sweep, values):

@@ -14,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer import config as flags
-from trainer import costs
+from trainer import step_costs
 from trainer.checkpoint.manifest import check_directory
-from trainer.distributed.command_line import as_given
-from trainer.distributed.terminal import fail, grouped
 from trainer.logging import check_writable
+from trainer.terminal.command_line import as_given
+from trainer.terminal.output import fail
+from trainer.terminal.text import grouped
 
 WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run writes
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
@@ -84,7 +85,9 @@ def check_at_once(c: flags.Config, world: int) -> None:
     from trainer.data import DataError, check_files, inputs
 
     device = (
-        "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
+        "cuda"
+        if c.device == "auto" and step_costs.may_have_gpu()
+        else c.device.replace("auto", "cpu")
     )
     try:
         if c.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
@@ -139,7 +142,7 @@ def check_fits(
     c: flags.Config,
     ranks: int,
     here: int,
-    step_bytes=costs.step_bytes,
+    step_bytes=step_costs.step_bytes,
     shape: Iterable[str] = SHAPE,
 ) -> None:
     """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this

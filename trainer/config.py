@@ -16,10 +16,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
-from trainer.costs import link, may_have_gpu, measured
-from trainer.distributed import command_line
-from trainer.distributed.command_line import as_given, default, without_user
-from trainer.distributed.terminal import fail
+from trainer.links import link, measured
+from trainer.step_costs import may_have_gpu
+from trainer.terminal import command_line
+from trainer.terminal.command_line import as_given, default, without_user
+from trainer.terminal.output import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
 
@@ -259,8 +260,6 @@ class Output:
     """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
     """Print what memory holds in a step after warm-up; on CUDA also leave a snapshot of it beside the steps."""
-    report: bool = False
-    """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
     """Tokens (of text: bytes) that the model writes after each evaluation and the last step, to be printed."""
     config: str | None = None
@@ -478,7 +477,7 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "report", "config"}
+    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
         if isinstance(value := found.get(name), str):

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.distributed.terminal import did_you_mean, limit_behind, shown
-from trainer.distributed.terminal import grouped as _n
+from trainer.terminal.output import limit_behind, shown
+from trainer.terminal.text import did_you_mean
+from trainer.terminal.text import grouped as _n
 
 if TYPE_CHECKING:  # bad files are told before torch is imported, which takes seconds
     import torch

@@ -16,7 +16,6 @@ import re
 import secrets
 import shlex
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.distributed.terminal import grouped, regular, tell
+from trainer.terminal.output import regular, tell
+from trainer.terminal.text import grouped
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
 TEXTS = frozenset("cell commit date device error outcome run study torch".split())
@@ -245,19 +245,6 @@ def page_flags(results: Path, run: str | None = None) -> list[str]:
     ]
 
 
-def write_page(results: Path, run: str | None = None) -> str:
-    """Writes that page, by a process of its own; returns the line that says where it is, or why there is none."""
-    own = page_flags(results.absolute(), run)
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.report", *own], cwd=root, capture_output=True, text=True
-    )
-    if done.returncode:
-        why = (done.stderr.splitlines() or ["no reason given"])[-1]
-        return f"warning: no page is written: {why}"
-    return f"page     {page_flags(results, run)[-1]}"
-
-
 class Sinks:
     """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `resume`:
     the `wandb_id` of the run that this one continues. `stream` (stdout) gets a line per logged step."""
@@ -354,9 +341,9 @@ class Sinks:
                 lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}),
             )
 
-    def left(self, program: str, ranks: int, page: bool = False) -> list[str]:
+    def left(self, program: str, ranks: int) -> list[str]:
         """Where the run has left its row, its logged steps and its run in W&B, and the commands that repeat it and draw
-        them, for people. ranks: processes on this machine. page: draw them now. Empty where no file is written."""
+        them, for people. ranks: processes on this machine. Empty where no file is written."""
         if self.rank or not self.results:
             return []
         settings = self.steps.with_suffix(".settings.json")
@@ -368,12 +355,7 @@ class Sinks:
         ]
         if self.wandb_place:
             lines.append(f"W&B      {self.wandb_place}")
-        drawn = (
-            write_page(self.results, self.run)
-            if page
-            else f"draw it  {page_command(self.results, self.run)}"
-        )
-        return [*lines, drawn]
+        return [*lines, f"draw it  {page_command(self.results, self.run)}"]
 
     def close(self) -> None:
         """End the W&B run; a second call does nothing."""

@@ -26,9 +26,9 @@ from muon import COEFFICIENTS
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
-from trainer.costs import NEWTON_SCHULZ_STEPS
 from trainer.optimizer import AdamW, AdamW8bit, Muon, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
+from trainer.step_costs import NEWTON_SCHULZ_STEPS
 
 
 def compile_options(c: flags.Config) -> dict:

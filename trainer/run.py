@@ -41,7 +41,6 @@ from trainer.distributed.control import (
     control_group,
 )
 from trainer.distributed.launch import connect, set_deterministic, shutdown
-from trainer.distributed.terminal import Progress, fail, tell
 from trainer.evaluation import evaluate, sample
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
@@ -52,6 +51,8 @@ from trainer.measuring.steps import WARMUP, StepMeasurements
 from trainer.parallelize import compile_options
 from trainer.step import LanguageModel, Step, check_mode, parameter_norms
 from trainer.summary import doing, facts, figures, header, row
+from trainer.terminal.output import fail, tell
+from trainer.terminal.progress import Progress
 
 
 class Run:
@@ -151,7 +152,7 @@ class Run:
     def left(self) -> list[str]:
         # Without torchrun the variable may be left from another run, and mean nothing.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
-        return self.sinks.left(self.config.PROGRAM, ranks, self.config.report)
+        return self.sinks.left(self.config.PROGRAM, ranks)
 
     def say(self, text: str) -> None:
         if self.rank == 0:

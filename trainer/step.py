@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import overlap
 from model import IGNORE, cross_entropy
 from simple_fsdp import units_of
-from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
+from trainer.terminal.text import did_you_mean
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 # Inductor's own buckets, of what neighbours in a graph send.

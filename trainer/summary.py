@@ -12,11 +12,9 @@ import torch
 
 from simple_fsdp import describe, units_of
 from trainer import config as flags
-from trainer import costs
+from trainer import step_costs
 from trainer.data import Batches
 from trainer.distributed import simulated_world
-from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import grouped
 from trainer.fault_tolerance.errors import RunView
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
@@ -24,6 +22,8 @@ from trainer.measuring import flops, timing
 from trainer.measuring.steps import StepMeasurements
 from trainer.optimizer import Muon
 from trainer.step import Step
+from trainer.terminal.command_line import flag
+from trainer.terminal.text import grouped
 
 
 class RunToSummarize(RunView, Protocol):
@@ -60,7 +60,7 @@ def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
 def figures(run: RunToSummarize, ms: float) -> dict[str, float]:
     """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
     the peak so far; without what is not known."""
-    mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))[
+    mfu = flops.utilisation(run.flops, ms / 1e3, step_costs.device_peak(run.environment["device"]))[
         "mfu"
     ]
     found = dict(mfu=mfu)
@@ -112,7 +112,7 @@ def row(run: RunToSummarize, outcome: str) -> dict:
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.measured.collectives is not None:
         row["collectives"] = simulated_world.summary(run.measured.collectives)
-    peak = costs.device_peak(row["device"])
+    peak = step_costs.device_peak(row["device"])
     row |= run.extra_columns
     return (
         row

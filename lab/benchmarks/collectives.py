@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.profiling import collectives
 from overlap import is_product
-from trainer.distributed.terminal import put
 from trainer.logging import append_jsonl, check_writable
 from trainer.measuring import timing
+from trainer.terminal.output import put
 
 MIB = 2**20
 SCALARS = 64  # bytes; below are the loss and the norm

@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer import config as flags
-from trainer.distributed.terminal import fail, grouped, markdown, put
 from trainer.logging import append_jsonl, check_writable, read_jsonl
+from trainer.terminal.output import fail, put
+from trainer.terminal.text import grouped, markdown
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -42,9 +43,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lab.benchmarks.wrappers import WARMUP, check_cells, data, try_plot
-from trainer.costs import Link, sent_bytes
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect, shutdown
+from trainer.links import Link, sent_bytes
 from trainer.measuring import timing
 from trainer.parallelize import build
 

@@ -30,8 +30,10 @@ from pathlib import Path
 
 from lab.sweeps.processes import follow_parent
 from trainer import config as flags
-from trainer.distributed.terminal import fail, grouped, markdown, ranks, tell
+from trainer.distributed.environment import ranks
 from trainer.logging import append_jsonl, check_writable, read_jsonl
+from trainer.terminal.output import fail, tell
+from trainer.terminal.text import grouped, markdown
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     RANKS = ranks()
@@ -77,11 +79,11 @@ import torch.distributed as dist
 from lab.benchmarks.wrappers import data, interleave, try_plot
 from lab.report.tables import LAYOUTS
 from lab.studies.collectives import LIBRARY, fitted, times
-from trainer.costs import Link
 from trainer.data import DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.control import Desync, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.links import Link
 from trainer.measuring import timing
 from trainer.parallelize import build
 

@@ -1,9 +1,9 @@
 """A simulated peak (lab.profiling.peak) as a row of results: the goals, the baseline, the published runs.
 
     python -m lab.benchmarks.peaks --world 2 --remat both --loss chunked --results results/peaks.jsonl
-    python -m lab.sweeps.sweep cells/peaks.txt --program "-m lab.benchmarks.peaks" --results results/peaks.jsonl
+    python -m lab.sweeps.sweep settings/peaks.txt --program "-m lab.benchmarks.peaks" --results results/peaks.jsonl
 
-`--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
+`--published`: with the policy of the runs in published/, which their peaks tell. A gathered weight is freed after
 forward only where a checkpointed region gathers it again; backward writes into nothing that forward kept; a loss
 outside the compiled graph (--compile model) reads bf16 logits. The compiler of then may not have reordered for the sake
 of the peak: `--compile-options reorder_for_peak_memory=False`.

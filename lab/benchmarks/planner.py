@@ -3,11 +3,11 @@
     python -m lab.benchmarks.planner             # a table per kind of answer, then every run, worst first
     python -m lab.benchmarks.planner --fit       # lab/planning/field.toml: constants, and the error of each kind
 
-The published runs are reference/runs.csv and reference/runs_mpt.csv. The constants are fitted to every third run of
+The published runs are published/runs.csv and published/runs_mpt.csv. The constants are fitted to every third run of
 each publication and GPU. The error of a kind comes from publications that the constants were not fitted to: each
 publication in turn is left out whole, and predicted by what is fitted to the others.
 
-Steps of the reference transformer (the tables of reference/, results/h100.jsonl) are predicted by the constants of
+Steps of the reference transformer (the tables of published/, results/h100.jsonl) are predicted by the constants of
 hardware.toml, simulated peaks (rows of lab.benchmarks.peaks) by no constant at all.
 """
 
@@ -29,9 +29,10 @@ from lab.planning.schedule import step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
 from lab.report.published import published as published_table
-from trainer.costs import flops_per_token, link, reference
-from trainer.distributed.terminal import put
+from trainer.links import link
 from trainer.logging import read_jsonl
+from trainer.step_costs import flops_per_token, reference
+from trainer.terminal.output import put
 
 ROOT = Path(__file__).parents[2]
 # Simulated peaks: of settings drawn over all options, then of the reference setting.
@@ -93,8 +94,8 @@ def published() -> tuple[Row, ...]:
     """All rows, in the order of the files."""
     found = []
     for name in ("runs", "runs_mpt"):
-        for r in csv.DictReader((ROOT / f"reference/{name}.csv").read_text().splitlines()):
-            own, words = parse(r["flags"].replace("reference/", f"{ROOT}/reference/").split())
+        for r in csv.DictReader((ROOT / f"published/{name}.csv").read_text().splitlines()):
+            own, words = parse(r["flags"].replace("published/", f"{ROOT}/published/").split())
             q = question(own, words)
             source = r.get("source", "llm-foundry MPT")
             setting = r.get("setting") or " ".join(
@@ -206,7 +207,7 @@ def field_text() -> str:
     """What field.toml shall hold."""
     rows = published()
     lines = [
-        "# Written by python -m lab.benchmarks.planner --fit, from the runs of reference/.",
+        "# Written by python -m lab.benchmarks.planner --fit, from the runs of published/.",
         "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
         "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
         "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
@@ -343,7 +344,7 @@ def simulated(path: Path) -> list[Compared]:
 
 
 def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, float]]:
-    """(name, resolved flags, ranks, ms) of the tables of reference/ that say what was run. Of mfu.csv the time is
+    """(name, resolved flags, ranks, ms) of the tables of published/ that say what was run. Of mfu.csv the time is
     computed back from the published count."""
     usual = read_jsonl(ROOT / "results/published_peaks.jsonl")[0]["flags"] | {"seqlen": 4096}
     for axis in ("seqlen", "depth", "width", "gpus", "variants", "small-params", "mfu"):

@@ -15,7 +15,8 @@ import sys
 from dataclasses import replace
 
 from trainer import config as flags
-from trainer.distributed.terminal import fail, put, ranks
+from trainer.distributed.environment import ranks
+from trainer.terminal.output import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

@@ -12,8 +12,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.costs import Architecture
-from trainer.distributed.terminal import regular
+from trainer.step_costs import Architecture
+from trainer.terminal.output import regular
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()

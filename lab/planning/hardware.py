@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from lab.planning.step_time import Gpu
-from trainer.distributed.terminal import did_you_mean
+from trainer.terminal.text import did_you_mean
 
 DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
 # Of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again.

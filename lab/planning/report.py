@@ -3,7 +3,7 @@
 from lab.planning import hardware, search
 from lab.planning.schedule import Step
 from lab.planning.search import Answer, Cell, Question
-from trainer.distributed.terminal import grouped
+from trainer.terminal.text import grouped
 
 # Percent, percent, rows of all drawn settings: see lab.benchmarks.planner.PEAKS.
 PEAK_ERROR = 0.01, 2.7, 36

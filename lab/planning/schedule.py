@@ -13,7 +13,7 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 
 from lab.planning.liveness import GRADIENTS, LOGITS, WORKSPACE, Make, Peak, Tape
 from lab.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained
-from trainer.costs import Architecture, muon, reference
+from trainer.step_costs import Architecture, muon, reference
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
 

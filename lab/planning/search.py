@@ -27,9 +27,10 @@ from lab.planning.schedule import Step, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from lab.report.runs import front
 from trainer import config as flags
-from trainer.costs import Architecture, Link, link, reference
-from trainer.distributed.command_line import as_given, flag, parse_known
-from trainer.distributed.terminal import fail
+from trainer.links import Link, link
+from trainer.step_costs import Architecture, reference
+from trainer.terminal.command_line import as_given, flag, parse_known
+from trainer.terminal.output import fail
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear

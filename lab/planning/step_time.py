@@ -17,7 +17,8 @@ from typing import NamedTuple
 from lab.planning.liveness import Tape
 from lab.planning.schedule import Step
 from lab.planning.weights import SIZE, shard_group, trained, update_bytes
-from trainer.costs import NEWTON_SCHULZ_STEPS, Architecture, Link, muon
+from trainer.links import Link
+from trainer.step_costs import NEWTON_SCHULZ_STEPS, Architecture, muon
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements
@@ -29,7 +30,7 @@ PARAMETERS_OF_A_BLOCK = 12
 class Gpu(NamedTuple):
     """What a device reaches. Rates in FLOP/s and bytes/s; attention by kernel; floor: seconds of the shortest
     operation. scaled: from which GPU the rates are scaled, if they were not measured. link: between GPUs, as
-    costs.link reads it; serial_link: of --compile-options plain. error: median and worst error of steps, as fractions,
+    links.link reads it; serial_link: of --compile-options plain. error: median and worst error of steps, as fractions,
     and of how many rows."""
 
     name: str

@@ -6,7 +6,7 @@ width, H heads, K key/value heads, d head dimension, F hidden width, V vocabular
 """
 
 from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
-from trainer.costs import Architecture, moment_size, muon
+from trainer.step_costs import Architecture, moment_size, muon
 
 # Torch's, of two threads.
 CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}

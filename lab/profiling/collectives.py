@@ -18,7 +18,7 @@ import sys
 from lab.profiling.command import parse_tool, tool
 from simple_fsdp import units_of
 from trainer import config as flags
-from trainer.distributed.terminal import fail, put
+from trainer.terminal.output import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.collectives", __doc__)
@@ -51,7 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import overlap
 from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
 from trainer.attention import DTYPES
-from trainer.costs import sent_bytes
+from trainer.links import sent_bytes
 from trainer.parallelize import build, compile_options, make_mesh, reference_model, wrap
 from trainer.step import LanguageModel, Step
 

@@ -8,7 +8,7 @@ own, config = parse_tool(parser)
 import argparse
 
 from trainer.config import Config, parse, resolve
-from trainer.distributed.terminal import fail
+from trainer.terminal.output import fail
 
 
 def tool(name: str, doc: str) -> argparse.ArgumentParser:

@@ -31,7 +31,7 @@ from unittest import mock
 
 from lab.profiling.command import parse_tool, tool
 from trainer import config as flags
-from trainer.distributed.terminal import fail, put
+from trainer.terminal.output import fail, put
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.gpu_code", __doc__)

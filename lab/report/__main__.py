@@ -1,4 +1,4 @@
-"""Result rows as tables beside the published figures of reference/, as figures, and both as one page.
+"""Result rows as tables beside the published figures of published/, as figures, and both as one page.
 
     python -m lab.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m lab.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
@@ -29,8 +29,9 @@ from lab.report.html import page
 from lab.report.runs import shared
 from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
-from trainer.distributed.terminal import answering, grouped, one_line, put, shown
 from trainer.logging import check_writable
+from trainer.terminal.output import answering, put, shown
+from trainer.terminal.text import grouped, one_line
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
 FOLDERS = ("docs", "lab/notes")

@@ -6,7 +6,7 @@ columns = [*where(rows), *outcomes(rows), *column(rows, MS, "step_ms", 1)]
 import itertools
 
 from lab.report import published
-from trainer.distributed.terminal import grouped
+from trainer.terminal.text import grouped
 
 MS = "step ms, median [min-max]"
 # Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.

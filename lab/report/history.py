@@ -16,8 +16,8 @@ from pathlib import Path
 
 from lab.report.published import simulated
 from trainer.config import Output
-from trainer.distributed.terminal import regular
 from trainer.logging import read_jsonl
+from trainer.terminal.output import regular
 
 
 def setting(row: dict) -> dict:

@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from lab.report import published
 from lab.report.history import comparable, curves_of, setting
 from lab.report.runs import flags_apart, front, memory_of, told
-from trainer.distributed.terminal import grouped
+from trainer.terminal.text import grouped
 
 WIDTH = 6  # inch
 # Most rows of a table that are drawn, most settings with a figure each, most points named in it: of 100 MB of rows the

@@ -1,6 +1,6 @@
 """Result rows: read them, find those of an axis, and the published row that stands beside each. Imports no torch.
 
-The published figures (reference/) are facts to compare with: `comparable` says whether a ratio to one means anything.
+The published figures (published/) are facts to compare with: `comparable` says whether a ratio to one means anything.
 """
 
 import csv
@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lab.sweeps import sweep
-from trainer.costs import flops_per_token
-from trainer.distributed.terminal import grouped
 from trainer.logging import each_row
+from trainer.step_costs import flops_per_token
+from trainer.terminal.text import grouped
 
-REFERENCE = Path(__file__).resolve().parents[2] / "reference"
+REFERENCE = Path(__file__).resolve().parents[2] / "published"
 NEUTRAL = sweep.OUTPUT | {
     f"--{name}" for name in "steps data lr warmup seed device world link".split()
 }
@@ -116,7 +116,7 @@ def newest(rows: list[dict], key: Callable[[dict], object] = lambda row: None) -
 
 
 def key_names(axis: str) -> list[str]:
-    """What a row has in common with the published row beside it: the columns of reference/AXIS.csv before `on`."""
+    """What a row has in common with the published row beside it: the columns of published/AXIS.csv before `on`."""
     file = REFERENCE / f"{axis}.csv"
     return file.read_text().partition(",on,")[0].split(",") if file.exists() else []
 

@@ -11,8 +11,8 @@ from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
 from lab.report.history import comparable, curves_of, learned_from, setting
 from trainer import config
-from trainer.distributed.command_line import as_given, flag
-from trainer.distributed.terminal import grouped
+from trainer.terminal.command_line import as_given, flag
+from trainer.terminal.text import grouped
 
 Costly = TypeVar("Costly", bound=tuple)
 # What is drawn of rows: of memory the first that any has. Key of ours, field of a Point, words for an axis.

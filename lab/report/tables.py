@@ -1,4 +1,4 @@
-"""Result rows as Markdown tables beside the published figures of reference/. Imports no torch.
+"""Result rows as Markdown tables beside the published figures of published/. Imports no torch.
 
     about, table = section("depth", published.read([Path("runs/sweep-depth.jsonl")]), small=False)
 
@@ -14,8 +14,8 @@ from lab.report import published
 from lab.report.columns import METRICS, MS, Columns, column, memory, outcomes, shown, where
 from lab.report.runs import flags_apart, left_out, loss, runs, sent
 from lab.sweeps import sweep
-from trainer.costs import kept_per_block
-from trainer.distributed.terminal import grouped, markdown
+from trainer.step_costs import kept_per_block
+from trainer.terminal.text import grouped, markdown
 
 Entries = list[tuple[tuple, dict | None, dict | None]]
 
@@ -308,7 +308,7 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         if not any(published.comparable(o, p) for _, o, p in found):
             how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
         lines += [
-            f"Published by others on {', '.join(machines)}: reference/{name}.csv, not ours. {how}"
+            f"Published by others on {', '.join(machines)}: published/{name}.csv, not ours. {how}"
         ]
     return "\n".join([*lines, *filter(None, [published.REMARKS.get(name)])])
 

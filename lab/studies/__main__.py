@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from lab.studies.study import Parser, names
-from trainer.distributed.terminal import put
+from trainer.terminal.output import put
 
 
 def main(argv: list[str]) -> int:

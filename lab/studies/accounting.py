@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from lab.studies.study import curves, main, published, section
-from trainer.distributed.terminal import grouped
+from trainer.terminal.text import grouped
 
 XXL = dict(
     width=16384,

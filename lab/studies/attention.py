@@ -28,9 +28,9 @@ from lab.studies import study
 from lab.studies.study import beside, curves, impossible, published, section
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer.attention import BACKENDS, DTYPES, Shape, refusal
-from trainer.costs import attention_flops, causal_keys
-from trainer.distributed.terminal import grouped
 from trainer.measuring import memory, timing
+from trainer.step_costs import attention_flops, causal_keys
+from trainer.terminal.text import grouped
 
 WHOLE = "plain", "compiled", "math"  # hold [T, T]
 FLEX = "flex", "flex-autotuned"

@@ -33,7 +33,7 @@ from lab.studies.study import (
     section,
 )
 from trainer.attention import DTYPES
-from trainer.costs import sent_bytes
+from trainer.links import sent_bytes
 
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"

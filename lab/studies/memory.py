@@ -30,13 +30,13 @@ from lab.studies.study import (
     section,
 )
 from trainer import config
-from trainer.costs import reference
-from trainer.distributed.terminal import grouped
 from trainer.measuring import timeline
 from trainer.parallelize import build
+from trainer.step_costs import reference
+from trainer.terminal.text import grouped
 
 PARTS = "inference", "forward", "forward + backward", "step"
-# Columns of reference/memory_2p7b.csv.
+# Columns of published/memory_2p7b.csv.
 PUBLISHED = {"forward": "forward_gb", "step": "full_step_gb"}
 SAME = "size", "batch"
 

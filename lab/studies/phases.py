@@ -31,10 +31,10 @@ from lab.studies.study import (
     section,
     transformer,
 )
-from trainer.costs import flops_per_token, reference
-from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
 from trainer.optimizer import AdamW
+from trainer.step_costs import flops_per_token, reference
+from trainer.terminal.text import grouped
 
 WARMUPS = 0, 1, 2, 5
 SAME = "batch", "context", "repeat"

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lab.studies.study import Held, curves, main, milliseconds, section
 from model import Block, ModelConfig
-from trainer.costs import kept_per_block
-from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
+from trainer.step_costs import kept_per_block
+from trainer.terminal.text import grouped
 
 SMALL = dict(stages=4, replicas=2, batch=16, width=128, head_dim=32, layers=6, seqlen=32)
 # xl: 48 layers.

@@ -40,10 +40,12 @@ import torch.multiprocessing as multiprocessing
 from gloo import one_worker_thread
 from lab.report.published import REFERENCE
 from model import ModelConfig, Transformer
-from trainer.costs import device_peak
-from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, put, ranks, tell
+from trainer.distributed.environment import ranks
 from trainer.logging import append_jsonl, check_writable, read_jsonl
 from trainer.measuring import memory, timing
+from trainer.step_costs import device_peak
+from trainer.terminal.output import fail, put, tell
+from trainer.terminal.text import did_you_mean, markdown, one_line
 
 # (width, blocks, heads) of the published models, whose MLP is 4 times as wide and vocabulary VOCAB; two for a CPU
 SIZES = {
@@ -58,7 +60,7 @@ SIZES = {
 VOCAB = 10_000
 MOST_RANKS = 16  # processes on the CPUs of one machine
 PATIENCE_S = 300  # that a collective of a study may take
-# By the maker's datasheets, device names as in costs.PEAKS: (TFLOP/s in fp32 without tensor cores, TB/s of memory)
+# By the maker's datasheets, device names as in step_costs.PEAKS: (TFLOP/s in fp32 without tensor cores, TB/s of memory)
 LIMITS = {
     r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555),
     r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
@@ -434,7 +436,7 @@ def _work(
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """The lines of reference/NAME.csv."""
+    """The lines of published/NAME.csv."""
     return list(csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()))
 
 

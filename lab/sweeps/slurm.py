@@ -22,8 +22,9 @@ from pathlib import Path
 from trainer import config
 from trainer.checkpoint import lock
 from trainer.checkpoint.manifest import Refused
-from trainer.distributed.command_line import PROCESSES, flag
-from trainer.distributed.terminal import did_you_mean, fail, put, tell
+from trainer.terminal.command_line import PROCESSES, flag
+from trainer.terminal.output import fail, put, tell
+from trainer.terminal.text import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 WORD = r"\S+", "one word"

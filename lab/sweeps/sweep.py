@@ -1,6 +1,6 @@
 """Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
-    ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
+    ./launch.sh sweep variants --small       a named axis (a file of settings/axes), at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
     ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
@@ -33,15 +33,16 @@ from pathlib import Path
 from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
-from trainer.distributed.terminal import did_you_mean, grouped, markdown, put, tell
 from trainer.logging import (
     append_jsonl,
     check_writable,
     log_tables,
     page_command,
+    page_flags,
     read_rows,
-    write_page,
 )
+from trainer.terminal.output import put, tell
+from trainer.terminal.text import did_you_mean, grouped, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
@@ -128,7 +129,7 @@ def words(cell: str) -> list[str]:
 
 def axes() -> dict[str, Path]:
     """The named sweeps and their files."""
-    return {path.stem: path for path in sorted((ROOT / "cells" / "axes").glob("*.txt"))}
+    return {path.stem: path for path in sorted((ROOT / "settings" / "axes").glob("*.txt"))}
 
 
 def parse(words: list[str]) -> tuple[int, Flags]:
@@ -404,6 +405,19 @@ def outcome(row: dict) -> str:
 def figure(row: dict, key: str) -> float | str | None:
     """An entry of a row for a table; of simulated ranks, which all hold the same, no loss."""
     return None if "loss" in key and "(sim" in str(row.get("world")) else row.get(key)
+
+
+def write_page(results: Path) -> str:
+    """Writes the rows of a file as a page beside it, in a new process. Returns the line that says where it is, or why
+    there is none."""
+    own = page_flags(results.absolute())
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.report", *own], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        why = (done.stderr.splitlines() or ["no reason given"])[-1]
+        return f"warning: no page is written: {why}"
+    return f"page     {page_flags(results)[-1]}"
 
 
 def table(cells: list[str], rows: dict[str, dict]) -> str:

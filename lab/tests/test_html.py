@@ -97,11 +97,18 @@ def opened(page, width=1280):
         return heads, rows, len(images)
 
 
-def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_it_left(train, tmp_path):
+def drawn(done):
+    """The page that the command draws which a run printed last."""
+    drawing = shlex.split(done.out.splitlines()[-1].removeprefix("draw it  "))
+    made = subprocess.run(drawing, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return Path(drawing[-1])
+
+
+def test_a_run_says_what_it_left_and_how_to_draw_a_page_of_it_alone(train, tmp_path):
     train("--log-every", 1)
-    done = train("--log-every", 1, "--report")
-    [said] = [each for each in done.out.splitlines() if each.startswith("page ")]
-    page = Path(said.split()[1])
+    done = train("--log-every", 1)
+    page = drawn(done)
     name = done.row["run"]
     assert page.name == f"{name}.html" and page.parent.suffix == ".steps"
     assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "loss"]
@@ -109,30 +116,19 @@ def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_
         heads, rows, images = opened(page)
         assert heads == ["runs", "loss"] and len(rows) == 2 and images == 2, "figures, the curve"
         assert name in rows[1]
-    plain = train("--log-every", 1)
-    results = plain.out.split("\nrow      ")[1].splitlines()[0]
-    left = plain.out[plain.out.index("\nrow      ") :].splitlines()[1:]
-    assert left[1] == f"curve    {results.removesuffix('.jsonl')}.steps/{plain.row['run']}.jsonl"
+    results = done.out.split("\nrow      ")[1].splitlines()[0]
+    left = done.out[done.out.index("\nrow      ") :].splitlines()[1:]
+    assert left[1] == f"curve    {results.removesuffix('.jsonl')}.steps/{name}.jsonl"
     assert Path(left[1].split()[1]).is_file() and len(left) == 4
     *command, settings = shlex.split(left[2].removeprefix("repeat   "))
     assert command == ["python", "main.py", "--config"] and Path(settings).is_file()
-    drawing = shlex.split(left[3].removeprefix("draw it  "))
-    assert subprocess.run(drawing, cwd=ROOT, capture_output=True).returncode == 0
-    assert "<h2>loss</h2>" in Path(drawing[-1]).read_text()
+    assert left[3].startswith("draw it  ")
 
 
-def test_report_of_simulated_ranks_has_their_collectives_and_no_curve(train):
-    done = train("--world", 2, "--report")
-    page = Path(next(each for each in done.out.splitlines() if each.startswith("page ")).split()[1])
+def test_a_page_of_simulated_ranks_has_their_collectives_and_no_curve(train):
+    page = drawn(train("--world", 2))
     assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "sent"]
     assert "all-gather" in page.read_text()
-
-
-def test_report_that_cannot_be_drawn_costs_a_warning(train, monkeypatch, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('none here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = train("--report")
-    assert done.code == 0 and "warning: no page is written: report: --html: none here" in done.out
 
 
 def test_report_of_a_sweep_is_a_page_of_its_cells(tmp_path):

@@ -108,13 +108,13 @@ def name_of(row: dict) -> str:
     return f"N={row['world']} {row['cell'].partition(' ')[2]}"
 
 
-RECORDED = read_jsonl(ROOT / "results/peaks.jsonl")  # of cells/peaks.txt
+RECORDED = read_jsonl(ROOT / "results/peaks.jsonl")  # of settings/peaks.txt
 SMALL = [row for row in RECORDED if row["flags"]["width"] < 4096]
 LEAN = [row for row in RECORDED if row["flags"]["mlp"] == "lean" and row["flags"]["reduce_dtype"] == "bf16"
         and row["flags"]["adam_dtype"] == "fp32" and row not in SMALL
         and (row["flags"]["attn"] == "flex") != row["flags"]["remat_core"]]  # fmt: skip
 ANEW = [row for row in LEAN if row["world"] != 2]  # at 2 the kernels and the moment of the peak are those at 8
-PUBLISHED = read_jsonl(ROOT / "results/published_peaks.jsonl")  # of cells/published_peaks.txt
+PUBLISHED = read_jsonl(ROOT / "results/published_peaks.jsonl")  # of settings/published_peaks.txt
 SHALLOW = [row for row in PUBLISHED if row["flags"]["depth"] == 2]
 
 

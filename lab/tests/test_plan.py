@@ -20,7 +20,7 @@ from lab.planning.architecture import architecture
 from lab.planning.liveness import Make, Tape
 from lab.planning.weights import remat_of
 from model import ModelConfig
-from trainer import costs
+from trainer import step_costs
 from trainer.logging import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_every_gpu_answers_and_says_where_its_figures_are_from(name, plan):
 def test_peaks_of_devices_are_those_of_costs():
     names = {"a100-80": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200",
              "h100-pcie": "NVIDIA H100 PCIe", "rtx-4090": "NVIDIA GeForce RTX 4090"}  # fmt: skip
-    assert all(hardware.gpu(own).peak == costs.device_peak(name) for own, name in names.items())
+    assert all(hardware.gpu(own).peak == step_costs.device_peak(name) for own, name in names.items())
 
 
 def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
@@ -251,7 +251,7 @@ def question(*words: str, ranks: int) -> search.Question:
 
 def fit_of_qwen() -> dict[tuple[int, int], float]:
     """(GPUs, micro-batch) -> published ratio of recomputed blocks."""
-    rows = csv.DictReader((ROOT / "reference/fit_qwen7b.csv").read_text().splitlines())
+    rows = csv.DictReader((ROOT / "published/fit_qwen7b.csv").read_text().splitlines())
     return {(int(r["gpus"]), int(r["micro_batch"])): float(r["ac"]) for r in rows}
 
 
@@ -375,7 +375,7 @@ def test_sequences_of_a_step_that_the_gpus_cannot_share_are_refused_of_a_folder_
 @pytest.mark.parametrize("number", [0, 1])
 def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
     pytest.importorskip("triton")
-    lines = [line for line in (ROOT / "cells/plan_peaks.txt").read_text().splitlines() if line[0] != "#"]
+    lines = [line for line in (ROOT / "settings/plan_peaks.txt").read_text().splitlines() if line[0] != "#"]
     words = shlex.split(lines[number])
     recorded = next(r for r in read_jsonl(ROOT / "results/plan_peaks.jsonl") if words[1] == str(r["world"]))
     out = tmp_path / "row.jsonl"

@@ -12,10 +12,10 @@ from lab.benchmarks import planner
 from lab.planning import hardware, report, step_time
 from lab.planning.architecture import architecture
 from lab.planning.search import parse, question
-from trainer.costs import Link
+from trainer.links import Link
 
 ROOT = Path(__file__).parents[2]
-LLAMA = f"--hf {ROOT}/reference/models"
+LLAMA = f"--hf {ROOT}/published/models"
 
 
 def ask(words: str):

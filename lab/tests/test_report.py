@@ -19,7 +19,7 @@ from lab.report import history, runs, tables
 from lab.report import published as rows
 from lab.sweeps import sweep
 from trainer import config
-from trainer.costs import flops_per_token
+from trainer.step_costs import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [path for folder in ("docs", "lab/notes") for path in sorted((ROOT / folder).glob("*.md"))]
@@ -85,7 +85,7 @@ def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, publis
     assert (beside["published allocated MiB"], beside["published ms"]) == published
     assert (beside["published allocated MiB ours/published"], beside["published ms ours/published"]) == ratios
     assert len([each for each in found if each["published allocated MiB"]]) == len(rows.published(axis))
-    assert f"reference/{axis}.csv" in above
+    assert f"published/{axis}.csv" in above
     order = [int(each.get(axis, each.get("batch", 0))) for each in found]
     assert order == sorted(order)
 

@@ -53,7 +53,7 @@ def switches_of(table: str) -> list[str]:
 
 
 def published(name: str) -> list[dict]:
-    return list(csv.DictReader((PROGRAM.parent / "reference" / f"{name}.csv").read_text().splitlines()))
+    return list(csv.DictReader((PROGRAM.parent / "published" / f"{name}.csv").read_text().splitlines()))
 
 
 # ---------------------------------------------------------------- the published figures

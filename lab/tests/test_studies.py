@@ -14,7 +14,7 @@ from running import one_line, rows_of
 from lab.report import __main__ as report
 from lab.studies import __main__ as everything
 from lab.studies import accounting, pipeline, precision, study
-from trainer.costs import kept_per_block
+from trainer.step_costs import kept_per_block
 
 ROOT = Path(study.__file__).parents[2]
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.studies import memory, phases, study
 from model import ModelConfig, Transformer
-from trainer import costs
+from trainer import step_costs
 from trainer.measuring import flops, timeline
 
 CPU = torch.device("cpu")
@@ -27,12 +27,12 @@ def config_of(size):
 
 def test_the_sizes_are_the_published_ones():
     """An MLP of 4 times the width, three matrices: 3.4e9 parameters, which with gradients and moments are 54.5 GB."""
-    assert round(costs.reference(config_of("2.7b")).parameters / 1e9, 3) == 3.407
-    assert round(16 * costs.reference(config_of("2.7b")).parameters / 1e9, 1) == 54.5
+    assert round(step_costs.reference(config_of("2.7b")).parameters / 1e9, 3) == 3.407
+    assert round(16 * step_costs.reference(config_of("2.7b")).parameters / 1e9, 1) == 54.5
     hidden = {name: 4 * width for name, (width, *_) in study.SIZES.items()}
     assert [hidden[name] for name in ("small", "medium", "large", "xl", "2.7b")] == [3072, 4096, 5120, 6400, 10240]
     model = study.transformer("tiny", CPU)
-    assert sum(p.numel() for p in model.parameters()) == costs.reference(config_of("tiny")).parameters
+    assert sum(p.numel() for p in model.parameters()) == step_costs.reference(config_of("tiny")).parameters
 
 
 def test_phases_count_the_flops_of_the_forward_and_time_what_counts(one_thread):

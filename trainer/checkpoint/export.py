@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.distributed.terminal import fail, put
+from trainer.terminal.output import fail, put
 
 
 def export(args: argparse.Namespace) -> str:

@@ -34,10 +34,11 @@ from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config
 from trainer.data import Batches, DataError
-from trainer.distributed.command_line import flag
 from trainer.distributed.control import Group
-from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
+from trainer.terminal.command_line import flag
+from trainer.terminal.output import tell
+from trainer.terminal.text import did_you_mean, one_line
 
 KINDS = ("m", "v", "m_scale", "v_scale")  # of moments, as optimizers name them
 FORMAT = 1  # of train_state.json; a newer one is refused

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.manifest import CheckpointError, Refused
-from trainer.distributed.terminal import limit_behind, regular, tell
+from trainer.terminal.output import limit_behind, regular, tell
 
 SIGN = 30  # seconds between signs of life
 STALE = 180  # seconds without one until another machine's lock is taken over

@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from trainer.distributed.terminal import tell
+from trainer.terminal.output import tell
 
 # All that a manifest may name.
 FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")

@@ -45,9 +45,9 @@ from trainer.checkpoint.manifest import (
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import Group, control_group
-from trainer.distributed.terminal import tell
 from trainer.optimizer import local
 from trainer.step import Step
+from trainer.terminal.output import tell
 
 
 class Saver(AbstractContextManager):

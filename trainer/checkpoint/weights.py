@@ -37,7 +37,7 @@ from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
 from trainer.distributed.control import Group, agree
-from trainer.distributed.terminal import counted, one_line
+from trainer.terminal.text import counted, one_line
 
 # What a .safetensors may hold; those of 8 bits and fewer stand for other values than their own.
 DTYPES = (

@@ -24,7 +24,8 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import has_launcher, limit_behind
+from trainer.distributed.environment import has_launcher
+from trainer.terminal.output import limit_behind
 
 
 def set_deterministic(on: bool) -> None:

@@ -14,14 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from trainer.distributed.terminal import (
-    Progress,
-    check_host,
-    import_torch,
-    limit_behind,
-    one_line,
-    tell,
-)
+from trainer.distributed.environment import check_host
+from trainer.terminal.output import import_torch, limit_behind, tell
+from trainer.terminal.progress import Progress
+from trainer.terminal.text import one_line
 
 # How ranks end after another one: in the same second, or ended by torchrun.
 FOLLOWING = 7, 143, -signal.SIGTERM

@@ -22,11 +22,12 @@ from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
-from trainer.distributed.terminal import limit_behind, one_line, tell, tell_error
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.measuring import memory
 from trainer.step import Step
+from trainer.terminal.output import limit_behind, tell, tell_error
+from trainer.terminal.text import one_line
 
 # Torch has no type for a peer that is gone.
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from trainer.config import Config, written
 from trainer.data import Batches
-from trainer.distributed.terminal import tell
 from trainer.step import Step
+from trainer.terminal.output import tell
 
 WINDOW = 100  # a spike is one against the mean gradient norm of so many steps before it
 MOST_SKIPS = 3  # steps in a row that --nonfinite skip leaves out

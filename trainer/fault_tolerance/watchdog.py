@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from trainer.checkpoint.lock import drop_all
 from trainer.distributed.control import Signals
-from trainer.distributed.terminal import has_launcher, tell
+from trainer.distributed.environment import has_launcher
+from trainer.terminal.output import tell
 
 POLL_S = 1.0  # between looks at the clock and at the store
 ANSWER_S = 5.0  # for the answers of the others

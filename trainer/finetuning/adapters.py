@@ -27,11 +27,11 @@ from torch.utils import swap_tensors
 from transformers.pytorch_utils import Conv1D
 
 from trainer.checkpoint import weights
-from trainer.distributed.terminal import grouped
 from trainer.finetuning.checks import weights_in
 from trainer.finetuning.config import ALL_LINEAR, EXPERTS
 from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, adapters_in, is_adapter, without_adapters
+from trainer.terminal.text import grouped
 
 ADAPTER = "default"  # its name in peft
 DRAWN = "drawn from --seed"  # what a checkpoint says of frozen weights that were not loaded

@@ -36,12 +36,13 @@ from trainer.data import (
     rows_of_a_rank,
     unusable,
 )
-from trainer.distributed.terminal import counted, shown
-from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import error_of, tokenised
 from trainer.finetuning.messages import LEAVE_OUT
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
+from trainer.terminal.output import shown
+from trainer.terminal.text import counted
+from trainer.terminal.text import grouped as _n
 
 if TYPE_CHECKING:
     from torch import Tensor

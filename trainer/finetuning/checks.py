@@ -13,8 +13,9 @@ from pathlib import Path
 
 from trainer import checks
 from trainer.checkpoint.manifest import check_directory
-from trainer.distributed.terminal import counted, fail, regular
 from trainer.finetuning.config import Config
+from trainer.terminal.output import fail, regular
+from trainer.terminal.text import counted
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
 # By --export.

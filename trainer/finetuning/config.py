@@ -16,10 +16,10 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import OmitArgPrefixes, Suppress, arg
 
 from trainer import config as flags
-from trainer.distributed.command_line import default
-from trainer.distributed.terminal import fail
 from trainer.finetuning.columns import FORMATS, parsed
 from trainer.finetuning.sources import weighted
+from trainer.terminal.command_line import default
+from trainer.terminal.output import fail
 
 _DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
 

@@ -32,12 +32,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data import DataError, readable, unusable
-from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import OF_OTHERS, Columns
 from trainer.finetuning.messages import BadLine
 from trainer.finetuning.sources import parsed, place, records, without_room
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
+from trainer.terminal.output import tell
+from trainer.terminal.text import grouped, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -33,12 +33,12 @@ from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
-from trainer.distributed.terminal import fail, put
 from trainer.finetuning import stopping
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
 from trainer.finetuning.model import HuggingFaceModel, adapters_in, blank_model
+from trainer.terminal.output import fail, put
 
 SETTINGS = "adapter_config.json"  # of peft
 

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trainer.distributed.terminal import one_line
 from trainer.finetuning.sources import parsed
+from trainer.terminal.text import one_line
 
 ROLES = "system", "developer", "user", "assistant", "tool"
 # The last three: names of one thing.

@@ -23,8 +23,8 @@ from lean import chunked_cross_entropy
 from model import attention_saved, cross_entropy
 from simple_fsdp import units_of, unsharded
 from trainer.data import DataError
-from trainer.distributed.terminal import one_line
 from trainer.finetuning.checks import check_token_ids
+from trainer.terminal.text import one_line
 
 
 class HuggingFaceModel(nn.Module):

@@ -12,8 +12,6 @@ from trainer.attention import DTYPES
 from trainer.checkpoint.load import on_rank_0, say
 from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
-from trainer.costs import moment_size
-from trainer.distributed.terminal import tell
 from trainer.finetuning import stopping
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
@@ -24,6 +22,8 @@ from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.finetuning.templates import replace_template
 from trainer.run import Run
+from trainer.step_costs import moment_size
+from trainer.terminal.output import tell
 
 NAMED = 6  # parameters in a line
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import DataError, files_below, matching, readable, unusable
-from trainer.distributed.terminal import grouped, one_line
+from trainer.terminal.text import grouped, one_line
 
 TABLES = ".parquet", ".arrow"
 KINDS = ".jsonl", *TABLES, ".json"

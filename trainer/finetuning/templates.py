@@ -20,9 +20,10 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data import DataError, unusable
-from trainer.distributed.terminal import one_line, regular
 from trainer.finetuning import messages as forms
 from trainer.finetuning.messages import LEAVE_OUT, BadLine
+from trainer.terminal.output import regular
+from trainer.terminal.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import Config
-from trainer.costs import causal_keys, flops_per_token
+from trainer.step_costs import causal_keys, flops_per_token
 
 
 class Flops(NamedTuple):

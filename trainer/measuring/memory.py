@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.distributed.terminal import grouped
+from trainer.terminal.text import grouped
 
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: writing 5 sets VmHWM back to VmRSS
 Device = torch.device | str

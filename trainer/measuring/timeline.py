@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.attention import DTYPES
 from trainer.config import Config
-from trainer.distributed.terminal import grouped
 from trainer.measuring.memory import recorded
 from trainer.optimizer import local
 from trainer.step import OneGraph, Step
+from trainer.terminal.text import grouped
 
 DIP = 0.02  # as a fraction of what the step adds at its highest peak
 PIECES = (

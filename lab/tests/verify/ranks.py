@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from lab.benchmarks.wrappers import data
 from simple_fsdp import disable_data_parallel
 from trainer import config as flags
+from trainer.distributed.environment import ranks
 from trainer.distributed.launch import connect, set_deterministic, shutdown
-from trainer.distributed.terminal import ranks
 from trainer.parallelize import build
 from trainer.step import Step
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import DisallowNone, arg
 
-from trainer.distributed.terminal import answering, fail
+from trainer.terminal.output import answering, fail
 
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}  # flags of torchrun and the like
 

@@ -1,0 +1,81 @@
+"""What a process is doing and for how long, while nothing else is printed.
+
+    with Progress("importing torch"): ...  # says every few seconds what takes so long
+
+Imports no torch.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import TextIO
+
+from trainer.terminal.output import tell
+
+
+class Progress(AbstractContextManager):
+    """Says what this process is doing and for how long. On a terminal that is a line with a spinner, which stays below
+    all that is printed; elsewhere a line for the first stage, and one for each EVERY_S that a stage lasts.
+
+    speak: False on all ranks but one. stage: words, to which seconds are added before a "; ", or a function that gives
+    them, which another thread calls; off a terminal empty words are not said."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, stage: str = "", speak: bool = True, stream: TextIO | None = None):
+        self.stream = stream or sys.stdout
+        self.live = None
+        self.over = threading.Event()
+        self.stage(stage)
+        # A process may have been started without standard output.
+        if not speak or self.stream is None:
+            return
+        if self.stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.live import Live
+            from rich.spinner import Spinner
+
+            self.spinner = Spinner("dots")
+            console = Console(file=self.stream)
+            how = dict(transient=True, refresh_per_second=5, redirect_stderr=sys.stderr.isatty())
+            self.live = Live(get_renderable=self._spin, console=console, **how)
+            self.live.start(refresh=True)
+            console.show_cursor()  # a process that is killed could not bring it back
+        else:
+            tell(f"{self}", self.stream)
+            with suppress(RuntimeError):  # no more threads: what needs one says so
+                threading.Thread(target=self._repeat, name="progress", daemon=True).start()
+
+    def stage(self, stage: str | Callable[[], str]) -> None:
+        """What is done from now on."""
+        self.words = stage
+        self.said = None
+        self.since = 0.0
+        str(self)
+
+    def __str__(self) -> str:
+        words = self.words() if callable(self.words) else self.words
+        if words != self.said:
+            self.since = time.monotonic()  # before `said`, by which another thread takes it for set
+            self.said = words
+        what, mark, hint = words.partition("; ")
+        seconds = int(time.monotonic() - self.since)
+        return what + f", {seconds} s" * (seconds > 0 and what != "") + mark + hint
+
+    def _spin(self):
+        self.spinner.update(text=str(self))
+        return self.spinner
+
+    def _repeat(self) -> None:
+        while not self.over.wait(self.EVERY_S):
+            if text := str(self):
+                tell(text, self.stream)
+
+    def __exit__(self, *_) -> None:
+        """Removes the line; a second call does nothing."""
+        self.over.set()
+        if self.live:
+            self.live.stop()

@@ -1,0 +1,55 @@
+"""Numbers, errors and tables as text for people. Imports no torch.
+
+grouped(14550)                         # 14'550
+counted(2, "row")                      # 2 rows
+one_line(error)                        # ValueError: what it says, without line breaks
+markdown([("run", ["a"]), ("ms", ["1.5"])])      # a table
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """ "; did you mean X?" with up to three of `choices` that are spelled like `word` or hold it, or an empty one."""
+    found = {choice.strip("-").replace("-", "_"): choice for choice in choices if choice != word}
+    key = word.strip("-").replace("-", "_")
+    like = (
+        get_close_matches(key, found, 3, 0.7)
+        or [each for each in found if len(key) > 2 and f"_{key}" in each][:3]
+    )
+    return f"; did you mean {' or '.join(found[each] for each in like)}?" if like else ""
+
+
+def one_line(error: BaseException, most: int = 300, kind: bool = True) -> str:
+    """The text of an error without line breaks, `most` characters of it, after its type if `kind`."""
+    return f"{type(error).__name__}: " * kind + " ".join(str(error).split())[:most]
+
+
+def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") -> str:
+    """A number as people read it, with `digits` behind the point: 14'550; a string as it is; `missing` for None."""
+    if value is None:
+        return missing
+    return value if isinstance(value, str) else f"{value:,.{digits}f}".replace(",", "'")
+
+
+def counted(number: int, what: str) -> str:
+    """1 line; 14'550 lines."""
+    return f"{grouped(number)} {what}{'s' * (number != 1)}"
+
+
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").splitlines())
+
+
+def markdown(columns: list[tuple[str, list[str]]]) -> str:
+    """A Markdown table of (title, cells) columns. One with a number in it stands to the right, but for the first."""
+    right = [
+        i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)
+    ]
+    head = [
+        f"| {' | '.join(title for title, _ in columns)} |",
+        f"|{''.join('---:|' if r else '---|' for r in right)}",
+    ]
+    lines = zip(*(texts for _, texts in columns), strict=True)
+    return "\n".join(head + [f"| {' | '.join(map(_in_a_cell, line))} |" for line in lines])
