@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import failures
 import killed
 import pytest
 import torch
@@ -98,3 +99,13 @@ def test_one_rank_of_two_killed_in_the_first_save_leaves_no_step_and_the_same_li
     assert "removed tmp-step-00000002-" in out and "starting fresh" in out and steps_in(folder) == [2, 4, 6]
     for path in folder.glob("step-*"):
         verify(str(path))
+
+
+@pytest.mark.slow
+def test_runs_with_injected_failures_of_any_kind_end_as_the_undisturbed_one(tmp_path):
+    """Some 300 of them: results/failures.jsonl."""
+    row = failures.measure(5, seed=2)
+    assert row["failures"].total() == 5
+    assert row["bit_equal"] == row["rows_readable"] == row["runs"], row
+    assert row["flips_found"] == row["flipped"], row
+    assert row["unforeseen"] == []
