@@ -10,7 +10,7 @@
 #                                      the tests that a version of torch may break, on others than the pinned one, each
 #                                      in .venv-VERSION (made once); newest: the newest that pip finds (tests/versions.py)
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
-#                                      one run per cell; a second call does what is missing (lab/sweeps/sweep.py)
+#                                      one run per setting; a second call does what is missing (lab/sweeps/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
 #   ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]
@@ -35,7 +35,7 @@
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
 #   OUT            folder of results (verify, gpu: runs) or traces (profile: profile)
-#   CELL_TIMEOUT   seconds for one cell of a sweep (default 1800)
+#   SETTING_TIMEOUT   seconds for one setting of a sweep (default 1800)
 #   TEST_SHARE     I/N: test runs every Nth of its files, from the Ith on
 # Relative paths in FLAGS start at the repository.
 

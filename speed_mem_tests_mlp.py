@@ -42,7 +42,7 @@ SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9".spli
 LARGE = "--width 4096 --seqlen 4096 --blocks 4".split()
 ALONE = "--no-data-parallel"
 # A file per published table: the switches of its rows, in its order.
-CELLS = Path(__file__).parent / "settings" / "mlp"
+SETTINGS = Path(__file__).parent / "settings" / "mlp"
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         | setting(c)
     )
     row |= dict(
-        flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None
+        flags=setting(c), line=os.environ.get("SWEEP_LINE"), outcome="ok", loss=None, compile_s=None
     )
     row |= timing.stats([])
     stages = memory.Stages(device)
@@ -314,8 +314,8 @@ def table(c: Config) -> int:
     words = [word for name in handed for word in (flag(name), str(getattr(c, name)))]
     n = c.nproc or torch.cuda.device_count() or 1
     results = Path(c.results)
-    [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
-    settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}
+    [lines] = sweep.studies(str(SETTINGS / f"{c.table}.txt"), False, n, words).values()
+    settings = {line: setting(parse(shlex.split(line)[1:])) for line in lines}
     how = dict(
         program=[__file__],
         results=results,
@@ -325,10 +325,10 @@ def table(c: Config) -> int:
         fresh=c.fresh,
     )
     finished = sweep.sweep(
-        {c.table: cells}, argparse.Namespace(**how, any_commit=False, report=False), settings
+        {c.table: lines}, argparse.Namespace(**how, any_commit=False, report=False), settings
     )
     rows = sweep.read_rows(results)
-    put(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")
+    put(f"\n{beside_published(c.table, [rows[line] for line in lines])}")
     return 0 if finished else 1
 
 

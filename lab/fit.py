@@ -135,7 +135,7 @@ def question(own: Fit, c: config.Config) -> search.Question:
 
 
 def planned(own: Fit, c: config.Config, runs: bool, limit: float, base: float) -> list[search.Cell]:
-    """The planner's cells, printed. Without one for a setting that it cannot plan, if there are runs, else ValueError.
+    """The planner's answers, printed. None for a setting that it cannot plan, if there are runs, else ValueError.
     limit, base: MiB, of a process and of what is not the step's."""
     try:
         q = question(own, c)
@@ -149,18 +149,18 @@ def planned(own: Fit, c: config.Config, runs: bool, limit: float, base: float) -
             if own.effective_batch % (n * b) == 0
         ]
     nbytes = (limit - base) * 2**20
-    cells = search.fit_table(q, own.world, own.micro_batch, own.effective_batch, nbytes)
-    tell("\n".join(report.fit_lines(cells, own.effective_batch)))
+    settings = search.fit_table(q, own.world, own.micro_batch, own.effective_batch, nbytes)
+    tell("\n".join(report.fit_lines(settings, own.effective_batch)))
     if c.device == "cpu":
         tell(f"a process holds {grouped(base)} MiB alone")
     else:
         tell("\n".join(report.honesty(q, False)))
     if c.compile not in ("none", "fwdbwd"):
         tell(f"planned as --compile fwdbwd, not {c.compile}")
-    return cells
+    return settings
 
 
-def answer_of(own: Fit, c: config.Config, cell: search.Cell, limit: float, base: float) -> dict:
+def answer_of(own: Fit, c: config.Config, setting: search.Cell, limit: float, base: float) -> dict:
     """What is recorded of an answer beside the run that it is taken from: what was asked, and what was planned."""
     asked = dict(
         study="fit",
@@ -169,22 +169,22 @@ def answer_of(own: Fit, c: config.Config, cell: search.Cell, limit: float, base:
         memory_mib=limit,
         effective_batch=own.effective_batch,
         seqlen=c.seqlen,
-        batch=cell.micro,
-        grad_accum=cell.accum,
-        world=f"{cell.ranks}(sim {c.link})" if cell.ranks > 1 else 1,
+        batch=setting.micro,
+        grad_accum=setting.accum,
+        world=f"{setting.ranks}(sim {c.link})" if setting.ranks > 1 else 1,
     )
-    if not (q := cell.question):
+    if not (q := setting.question):
         return asked
-    timed = c.device != "cpu" and cell.ratio is not None
+    timed = c.device != "cpu" and setting.ratio is not None
     return asked | dict(
         parameters=q.a.parameters,
-        planned_ratio=cell.ratio,
+        planned_ratio=setting.ratio,
         planned_mib=round(q.peak().nbytes / 2**20 + base, 1),
         planned_ms=round(1e3 * q.answer().time.seconds, 1) if timed else None,
     )
 
 
-def measured(own: Fit, words: list[str], cell: search.Cell, limit: float) -> dict | None:
+def measured(own: Fit, words: list[str], setting: search.Cell, limit: float) -> dict | None:
     """Runs what is needed to find the least ratio; the row that it is taken from, with `ratio` and all that was
     `tried`, as [ratio, MiB at the peak, outcome]. None: a run failed, and nothing is known."""
     rows = sweep.current(read_rows(Path(own.results)), own.any_commit)
@@ -193,13 +193,13 @@ def measured(own: Fit, words: list[str], cell: search.Cell, limit: float) -> dic
 
     def fits(ratio: float) -> bool | None:
         remat = f"--remat block --remat-ratio {ratio:g}"
-        line = [*line_of(own, words, cell.ranks, cell.micro), *remat.split()]
-        name = sweep.cell_of(shlex.join(line), False, 1, {})
+        line = [*line_of(own, words, setting.ranks, setting.micro), *remat.split()]
+        name = sweep.setting_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):
-            put(f"[{cell.ranks} ranks, micro-batch {cell.micro}] {remat}")
-            title = f"fit n={cell.ranks} --batch {cell.micro} {remat}"
-            setting = sweep.given(sweep.parse(line)[1])
-            rows[name] = sweep.attempt(name, args, own.timeout, title, setting)
+            put(f"[{setting.ranks} ranks, micro-batch {setting.micro}] {remat}")
+            title = f"fit n={setting.ranks} --batch {setting.micro} {remat}"
+            flags = sweep.given(sweep.parse(line)[1])
+            rows[name] = sweep.attempt(name, args, own.timeout, title, flags)
         tried[ratio] = row = rows[name]
         if sweep.unfinished([name], rows):
             return None
@@ -207,13 +207,13 @@ def measured(own: Fit, words: list[str], cell: search.Cell, limit: float) -> dic
 
     grid = search.GRID
     first = 0.0
-    if q := cell.question:
+    if q := setting.question:
         grid = [
             ratio
             for i, ratio in enumerate(grid)
             if not i or round(ratio * q.a.depth) != round(grid[i - 1] * q.a.depth)
         ]
-        first = 1.0 if cell.ratio is None else cell.ratio
+        first = 1.0 if setting.ratio is None else setting.ratio
     ratio = search.least(grid, fits, first)
     # A little recomputation may take more memory than none.
     if ratio and grid[0] not in tried and fits(grid[0]):
@@ -281,26 +281,26 @@ def main(argv: list[str]) -> int:
         if runs:
             prepare(own, c, words)
         limit, base = limits(own, c)
-        cells = planned(own, c, runs, limit, base)
+        settings = planned(own, c, runs, limit, base)
         if not runs:
             tell(
                 "not measured: no GPU here; --device cpu --memory-mib N measures a small model's resident memory"
             )
             return 0
-        for cell in cells:
-            run = measured(own, words, cell, limit)
+        for setting in settings:
+            run = measured(own, words, setting, limit)
             failed += run is None
             if run:
-                row = {key: value for key, value in run.items() if key != "cell"}
-                append_jsonl(own.results, row | answer_of(own, c, cell, limit, base))
-        if failed < len(cells):
+                row = {key: value for key, value in run.items() if key != "line"}
+                append_jsonl(own.results, row | answer_of(own, c, setting, limit, base))
+        if failed < len(settings):
             about, table = tables.section("fit", published.read([Path(own.results)]), small=False)
             tell(f"\n{about}\n\n{table}")
     except (ValueError, OSError, subprocess.SubprocessError) as error:
         fail(str(error), 0)
     if failed:
         tell(
-            f"{failed} of {len(cells)} not measured, since a run failed; the same command tries again",
+            f"{failed} of {len(settings)} not measured, since a run failed; the same command tries again",
             sys.stderr,
         )
     return int(failed > 0)

@@ -3,7 +3,7 @@
     python tests/documented.py [COMMAND..]    # a line for each that is refused: page, command, reason; some seconds
 
 A program has read its flags where trainer.config.parse returns, where it imports torch, or, in ALONE, where argparse is
-done. Of a sweep its first cell is read by main.py.
+done. Of a sweep its first setting is read by main.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)  # its language and its text
 INLINE = re.compile(r"`([^`\n]+)`")
-CELL = re.compile("n=|nproc=|ranks=")
+SETTING = re.compile("n=|nproc=|ranks=")
 ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 # Words of docs that stand for some value of the reader's.
 VALUES = {"N": "2", "FLAGS": "", "..": ""}
@@ -100,8 +100,8 @@ def read(words: list[str]) -> str:
         return ""
     except SystemExit as end:
         text = said.getvalue()
-        if sweeps and not end.code and "--program" not in words:  # each line is a cell: n=2 --depth 4
-            return read(["main.py", *(word for word in shlex.split(text.splitlines()[0]) if not CELL.match(word))])
+        if sweeps and not end.code and "--program" not in words:  # each line is a setting: n=2 --depth 4
+            return read(["main.py", *(word for word in shlex.split(text.splitlines()[0]) if not SETTING.match(word))])
         return f"{end.code}: {text[-300:]}" if end.code else ""
     finally:
         sys.argv, argparse.ArgumentParser.parse_args = argv, before

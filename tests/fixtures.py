@@ -57,7 +57,7 @@ peak simple_fsdp_ranks overlap equivalence gpu_code plan sweep muon graph other_
 travel faults finetune config lora slurm speed_mem_mlp
 main finetune_limits muon_trainer simple_fsdp remat inputs checkpoint timeline nonfinite manifest
 compile_cache baselines habits evaluation data simple_fsdp_cost contract torchrun killed going_on rungs
-checkpoint_ranks simulated_world control structures export sinks cells
+checkpoint_ranks simulated_world control structures export sinks settings
 """.split()
 
 # What ./launch.sh test leaves to ./launch.sh test slow, so that it ends in three minutes: tests of seconds each, whose

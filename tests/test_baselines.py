@@ -23,8 +23,8 @@ from trainer.parallelize import build
 from trainer.step import COMPILE_MODES
 
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
-CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked --loss-chunk 10",
-         "ddp --compile blocks"]  # fmt: skip
+SETTINGS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp",
+            "ddp --loss chunked --loss-chunk 10", "ddp --compile blocks"]  # fmt: skip
 ACCUMULATING = ["simple", *(f"{w} --accum-sync {s}" for w in ("fsdp2", "ddp") for s in ("every", "last"))]
 
 
@@ -50,16 +50,16 @@ def train(argv, steps=4):
 
 
 def whole_batch(mesh):
-    return {cell: train(cell) for cell in CELLS}
+    return {setting: train(setting) for setting in SETTINGS}
 
 
 def micro_batches(mesh):
-    return {cell: train(f"{cell} --grad-accum 2") for cell in ACCUMULATING}
+    return {setting: train(f"{setting} --grad-accum 2") for setting in ACCUMULATING}
 
 
 def half_precision(mesh):
-    cells = [f"{w} --reduce-dtype bf16" for w in ("simple", "fsdp2")] + ["ddp"]
-    return {cell: train(f"{cell} --param-dtype bf16") for cell in cells}
+    settings = [f"{w} --reduce-dtype bf16" for w in ("simple", "fsdp2")] + ["ddp"]
+    return {setting: train(f"{setting} --param-dtype bf16") for setting in settings}
 
 
 LABELS = {
@@ -163,29 +163,29 @@ def test_a_batch_without_labels_is_no_nan_in_any_mode(mode, one_shot, monkeypatc
 def test_every_wrapper_has_the_losses_and_norms_of_ours(two_ranks, check, limit):
     ours, others = two_ranks[check]
     assert ours == others  # on both ranks
-    expected = next(values for cell, values in ours.items() if cell.startswith("simple"))
+    expected = next(values for setting, values in ours.items() if setting.startswith("simple"))
     assert expected[-1][0] < expected[0][0] - 0.1
-    for cell, values in ours.items():
+    for setting, values in ours.items():
         for i, name in enumerate(("loss", "norm")):
             apart = max(abs(a[i] - b[i]) for a, b in zip(values, expected, strict=True))
-            assert apart <= (limit, 5 * limit)[i], f"{cell}: {name} differs by {apart}"
+            assert apart <= (limit, 5 * limit)[i], f"{setting}: {name} differs by {apart}"
 
 
 @pytest.mark.slow
 def test_one_command_compares_them_in_one_process_group(tmp_path):
-    cells = ["simple:none", "fsdp2:none", "ddp:none"]
+    settings = ["simple:none", "fsdp2:none", "ddp:none"]
     rows = tmp_path / "rows.jsonl"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     small = [*SMALL, "--steps", "6", "--results", str(rows)]
-    argv = [*torchrun, "-m", "lab.benchmarks.wrappers", *cells, "--", *small]
+    argv = [*torchrun, "-m", "lab.benchmarks.wrappers", *settings, "--", *small]
     done = ran(*argv, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     assert done.code == 0, done.err
     written = rows_of(rows)
-    assert [row["cell"] for row in written] == cells
+    assert [row["line"] for row in written] == settings
     assert {row["world"] for row in written} == {2}
     assert written[0]["ratio"] == 1
     assert all(row["n"] == 3 and row["ratio"] > 0 for row in written)
-    assert all(cell in done.out for cell in cells)
+    assert all(setting in done.out for setting in settings)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
     done = call("simple:none", "fsdp2:none", "--", *SMALL, "--steps", "3", "--device", "cpu")
     assert done.code == 0 and "ratio without the ends" in done.out, done.err
     rows = rows_of(tmp_path / "rows.jsonl")
-    assert [(row["cell"], row["factor"]) for row in rows] == list(itertools.product(
+    assert [(row["line"], row["factor"]) for row in rows] == list(itertools.product(
         ["simple:none", "fsdp2:none"], [0.5, 1, 2, 4]))  # fmt: skip
     for row in rows:
         assert row["world"].startswith("8(sim") and row["n"] == 3 and row["step_ms"] >= 0.99 * row["link_ms"]
@@ -209,20 +209,20 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
     lines = exposed.table(rows).splitlines()[2:]
     assert [line.split(" | ")[-1] for line in lines] == [f"{each:.3f} |" for each in rest]
     fails(call("--plot", "none/a.png"), 2, "error: --plot none/a.png: ")
-    fails(call("simple:blocks_", "--", *SMALL), 2, "cells simple:blocks_: give WRAPPER:COMPILE")
-    row = dict(cell="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))
+    fails(call("simple:blocks_", "--", *SMALL), 2, "settings simple:blocks_: give WRAPPER:COMPILE")
+    row = dict(line="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))
     assert exposed.label(row) == "simple:fwdbwd --keep-last --ahead 2"
     if importlib.util.find_spec("matplotlib"):
         assert call("--plot", "a.png").code == 0
         assert (tmp_path / "a.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(("cells", "argv", "message"), [
-    ("simple:none fsdp2:step", "", "cells fsdp2:step"), ("simple:none", "--device cuda", "--device cuda: .*no GPU"),
+@pytest.mark.parametrize(("settings", "argv", "message"), [
+    ("simple:none fsdp2:step", "", "settings fsdp2:step"), ("simple:none", "--device cuda", "--device cuda: .*no GPU"),
 ])  # fmt: skip
-def test_what_cannot_be_compared_is_one_line(cells, argv, message, capfd, monkeypatch):
+def test_what_cannot_be_compared_is_one_line(settings, argv, message, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = outcome(capfd, lambda: wrappers.main(cells.split(), flags.parse(argv.split()), 0, 0, 1))
+    done = outcome(capfd, lambda: wrappers.main(settings.split(), flags.parse(argv.split()), 0, 0, 1))
     assert re.search(message, fails(done, 2))
 
 

@@ -1,11 +1,11 @@
 """System flags do not change the loss: one table, 4 steps of AdamW on real text in fp32, from the same seed.
 
-Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
+Reference: one process, eager, unwrapped. Every other setting has the same global batch of 8 sequences and differs
 in a few of: number of ranks, --mode, --compile, --attn, --remat, --mlp, --loss, --reshard, --grad-accum, --accum-sync.
-Compiled cells have all of overlap.py's options; a graph break or recompile is an error. Those of backend="inductor",
+Compiled settings have all of overlap.py's options; a graph break or recompile is an error. Those of backend="inductor",
 all of them slow tests, are compiled as the trainer does; the others run the graphs that Inductor's passes, ours
 included, leave, without its slow code generation. What compiles slowly is one block deep, the rest has two blocks.
-`pytest -s` prints the table. The slow test has more combinations, deeper compiled cells, and takes 10 steps.
+`pytest -s` prints the table. The slow test has more combinations, deeper compiled settings, and takes 10 steps.
 Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
@@ -32,7 +32,7 @@ FEW, MANY = 4, 10  # steps
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
 EAGER = dict(compile="none")
 SHALLOW = dict(depth=1)
-CELLS = {
+SETTINGS = {
     1: [EAGER, dict(EAGER, loss="chunked"), dict(EAGER, attn="flex", remat="block"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
         dict(EAGER, remat="both", remat_norm=False, remat_core=True),
@@ -66,11 +66,14 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
 
 if torch.__version__ < (2, 13):  # see trainer.step.check_mode
     NEW = ("step",)
-    CELLS, MORE = ({n: [c for c in cells[n] if c.get("compile") not in NEW] for n in cells} for cells in (CELLS, MORE))
+    SETTINGS, MORE = (
+        {n: [setting for setting in settings[n] if setting.get("compile") not in NEW] for n in settings}
+        for settings in (SETTINGS, MORE)
+    )
 
 
-def name(world, cell):
-    return f"{world} ranks " + " ".join(f"{k}={v}" for k, v in cell.items())
+def name(world, setting):
+    return f"{world} ranks " + " ".join(f"{k}={v}" for k, v in setting.items())
 
 
 def losses(step, rank, world, steps):
@@ -117,12 +120,12 @@ def flex_on_a_cpu():
 
 def everyday(mesh):
     flex_on_a_cpu()
-    return [run(mesh, FEW, **cell) for cell in CELLS[mesh.size()]]
+    return [run(mesh, FEW, **setting) for setting in SETTINGS[mesh.size()]]
 
 
 def more(mesh):
     flex_on_a_cpu()
-    return [run(mesh, MANY, **cell) for cell in MORE[mesh.size()]]
+    return [run(mesh, MANY, **setting) for setting in MORE[mesh.size()]]
 
 
 @functools.cache
@@ -147,26 +150,26 @@ def reference(depth, block="gelu"):
     return out
 
 
-def compare(check, world, cells, steps):
-    """`check` gives the values of `cells`, in order, on every rank; the first values of the reference are the same."""
+def compare(check, world, settings, steps):
+    """`check` gives the values of `settings`, in order, on every rank; the reference's first values are the same."""
     table = {}
     ranks = spawn(world, [check], timeout=600)[check.__name__]
-    for cell, values, *others in zip(cells, *ranks, strict=True):
-        assert all(v == values for v in others), f"{name(world, cell)}: ranks disagree"
-        expected = reference(cell.get("depth", SHAPE["depth"]), cell.get("block", "gelu"))[:steps]
+    for setting, values, *others in zip(settings, *ranks, strict=True):
+        assert all(v == values for v in others), f"{name(world, setting)}: ranks disagree"
+        expected = reference(setting.get("depth", SHAPE["depth"]), setting.get("block", "gelu"))[:steps]
         pairs = list(zip(values, expected, strict=True))
-        table[name(world, cell)] = [max(abs(a[i] - b[i]) for a, b in pairs) for i in (0, 1)]
+        table[name(world, setting)] = [max(abs(a[i] - b[i]) for a, b in pairs) for i in (0, 1)]
     first, *_, last = [loss for loss, _ in reference(SHAPE["depth"])[:steps]]
     print(f"\nreference: loss {first:.6f} -> {last:.6f} in {steps} steps; largest difference of any step")
-    print("\n".join(f"{cell:<70} loss {loss:.1e}  norm {norm:.1e}" for cell, (loss, norm) in table.items()))
+    print("\n".join(f"{setting:<70} loss {loss:.1e}  norm {norm:.1e}" for setting, (loss, norm) in table.items()))
     assert last < first - 0.5, "nothing was learnt: the table proves nothing"
-    bad = {cell: d for cell, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
+    bad = {setting: d for setting, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
     assert not bad
 
 
-@pytest.mark.parametrize("world", CELLS)
+@pytest.mark.parametrize("world", SETTINGS)
 def test_system_flags_change_neither_loss_nor_gradient_norm(world):
-    compare(everyday, world, CELLS[world], FEW)
+    compare(everyday, world, SETTINGS[world], FEW)
 
 
 @pytest.mark.slow

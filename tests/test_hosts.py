@@ -148,12 +148,12 @@ def test_the_speed_test_of_a_slow_network_takes_the_time_of_its_bytes(pair):
     assert [code for code, _ in ends(pair, 240)] == [0, 0], tails(pair)
     rows = rows_of(pair[0].folder / "rows.jsonl")
     links = [row for row in rows if "setting" in row]
-    modes = [row for row in rows if "cell" in row]
+    modes = [row for row in rows if "line" in row]
     assert [(row["setting"]["link"], row["setting"]["ranks"]) for row in links] == [
         ("inside", 2), ("across", 2), ("all", 4)]  # fmt: skip
     for row in links[1:]:  # half a megabyte or more crosses the cable, 16 KiB of it at once
         assert min(op["ms_min"][1] for op in row["ops"].values()) >= (5e5 - 2**14) / 1e4, row
-    assert [row["cell"] for row in modes] == ["replicate", "fully_shard", "hybrid_shard:2"]
+    assert [row["line"] for row in modes] == ["replicate", "fully_shard", "hybrid_shard:2"]
     assert all(row["n"] == 2 and row["world"] == 4 and row["nodes"] == 2 for row in modes)
     assert all(row["simulated_ms_min"] >= row["link_ms"] > 0 for row in modes)
     hybrid = modes[2]["collectives"]  # the parts of two ranks are reduced across the hosts

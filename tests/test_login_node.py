@@ -21,8 +21,8 @@ RECORDED = [row for row in read_jsonl(ROOT / "results/peaks.jsonl") if row["flag
 
 
 def flags_of(row):
-    """The flags of a row's cell without --world, which each command names in its own way."""
-    flags = sweep.parse(shlex.split(row["cell"]))[1]
+    """The flags of a row's setting without --world, which each command names in its own way."""
+    flags = sweep.parse(shlex.split(row["line"]))[1]
     del flags["--world"]
     return shlex.split(sweep.join(flags))
 

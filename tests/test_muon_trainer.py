@@ -194,7 +194,7 @@ def test_the_benchmark_puts_torchs_muon_beside_ours(alone):
         torch.testing.assert_close(local(p), local(q), rtol=0, atol=1e-3)
     assert wrappers.parts("simple:none") == ("simple", "none", "adamw")
     with pytest.raises(SystemExit):
-        wrappers.check_cells(["simple:none:sgd"], 1)
+        wrappers.check_settings(["simple:none:sgd"], 1)
 
 
 def test_the_flops_of_an_iteration_are_what_torch_counts():

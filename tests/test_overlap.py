@@ -223,14 +223,15 @@ MORE += [dict(accum_sync="last", remat="pointwise")]
 FLEX += map(slow, MORE)
 
 
-@pytest.mark.parametrize("cell", FLEX, ids=lambda cell: " ".join(cell.values()))
-def test_flex_attention_makes_no_matrix_of_scores(mesh_of, cell):
+@pytest.mark.parametrize("setting", FLEX, ids=lambda setting: " ".join(setting.values()))
+def test_flex_attention_makes_no_matrix_of_scores(mesh_of, setting):
     """Under every compile mode, remat and mode; nothing as large as T x T, the mask where the model is."""
-    if cell.get("compile") == "step":
+    if setting.get("compile") == "step":
         check_or_skip()
-    long, replicas = 640, 2 if cell.get("mode") == "hybrid_shard" else 1  # 640: no other size is as large as its square
+    # 640: no other size is as large as its square.
+    long, replicas = 640, 2 if setting.get("mode") == "hybrid_shard" else 1
     narrow = dict(width=32, head_dim=16, grouping=1, vocab=64, attn="flex")
-    graphs = step_graphs(mesh_of(4, replicas), depth=1, seqlen=long, **narrow, **cell)
+    graphs = step_graphs(mesh_of(4, replicas), depth=1, seqlen=long, **narrow, **setting)
     graphs = graphs.get("loss", graphs)
     flex = torch.ops.higher_order
     nodes = [n for gm in graphs.values() for n in gm.graph.nodes]

@@ -155,5 +155,5 @@ def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(environ, wandb, 
     environ(SWEEP_NAME=told)
     Sinks(None, "online", name=given, tags=["mine"], stream=io.StringIO()).close()
     assert wandb.named["name"] == name
-    assert wandb.named["job_type"] == ("cell" if told else "train")
+    assert wandb.named["job_type"] == ("setting" if told else "train")
     assert wandb.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]

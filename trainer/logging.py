@@ -28,7 +28,7 @@ from trainer.terminal.output import regular, tell
 from trainer.terminal.text import grouped
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
-TEXTS = frozenset("cell commit date device error outcome run study torch".split())
+TEXTS = frozenset("line commit date device error outcome run study torch".split())
 FIGURES = frozenset(
     "loss eval_loss step step_ms step_ms_min step_ms_max mfu simulated_mib peak_alloc_mib peak_rss_mib "
     "first_step_peak_mib".split()
@@ -152,9 +152,9 @@ def each_row(path: Path, start: int = 0) -> Iterator[dict]:
 
 
 def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
-    """Cell name -> its last row after byte `start`; empty without a file."""
+    """Setting name -> its last row after byte `start`; empty without a file."""
     rows = read_jsonl(path, start) if path.exists() else []
-    return {row["cell"]: row for row in rows if row.get("cell") and row.get("outcome")}
+    return {row["line"]: row for row in rows if row.get("line") and row.get("outcome")}
 
 
 def check_writable(path: str | Path, flag: str = "--results") -> None:
@@ -277,13 +277,13 @@ class Sinks:
         self.config = _plain(config or {})
         self.wandb_place = None  # what a person opens or types to see the run in W&B
         if rank == 0 and wandb != "off":
-            cell = os.environ.get("SWEEP_NAME") or ""
+            setting = os.environ.get("SWEEP_NAME") or ""
             tags = list(tags)
-            if cell and job_type is None:
-                job_type = "cell"
+            if setting and job_type is None:
+                job_type = "setting"
                 # The study.
-                tags = list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))
-            name = (name or cell)[:128] or None  # W&B takes no longer one, as of tags
+                tags = list(dict.fromkeys([*tags, setting.partition(" n=")[0][:64]]))
+            name = (name or setting)[:128] or None  # W&B takes no longer one, as of tags
             names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
             self._try("wandb", partial(self._start_wandb, wandb, **names))
 

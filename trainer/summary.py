@@ -94,7 +94,7 @@ def row(run: RunToSummarize, outcome: str) -> dict:
     row |= {name: getattr(c, name) for name in shown.split()} | dict(
         attention=run.attention, flags=flags.setting(c)
     )
-    row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
+    row |= dict(outcome=outcome, line=os.environ.get("SWEEP_LINE"), skipped=run.finite.skipped)
     row |= dict(
         resumed_after=run.first or None,
         compile_s=round(run.measured.first_step_s - seconds, 2) if compiled else None,

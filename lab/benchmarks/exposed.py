@@ -31,7 +31,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _parser.add_argument("cells", nargs="*", metavar="WRAPPER:COMPILE")
+    _parser.add_argument("settings", nargs="*", metavar="WRAPPER:COMPILE")
     _parser.add_argument("--results", default="runs/exposed.jsonl", metavar="FILE")
     _parser.add_argument(
         "--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results"
@@ -42,7 +42,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benchmarks.wrappers import WARMUP, check_cells, data, try_plot
+from lab.benchmarks.wrappers import WARMUP, check_settings, data, try_plot
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect, shutdown
 from trainer.links import Link, sent_bytes
@@ -98,16 +98,16 @@ def ends(calls: list, seconds: list[float]) -> float:
     return sum(gathers[:2] + reductions[-2:])
 
 
-def measure(cells: list[str], c: flags.Config) -> list[dict]:
-    """The rows: of each cell one per factor. Raises ValueError for flags that do not fit."""
+def measure(settings: list[str], c: flags.Config) -> list[dict]:
+    """The rows: of each setting one per factor. Raises ValueError for flags that do not fit."""
     configs = [
         replace(
             c,
             system=replace(
-                c.system, **dict(zip(("wrapper", "compile"), cell.split(":"), strict=True))
+                c.system, **dict(zip(("wrapper", "compile"), setting.split(":"), strict=True))
             ),
         )
-        for cell in cells
+        for setting in settings
     ]
     kind = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
     configs = [flags.resolve(own, kind, 1) for own in configs]
@@ -118,45 +118,45 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     ms = {}
     links = {}
     none = simulated_world.link("none")
-    for cell, own in zip(cells, configs, strict=True):
+    for setting, own in zip(settings, configs, strict=True):
         step = build(own, device, c.world)
         simulated_world.use(none)
         for _ in range(WARMUP):
             timed(step, batch)
         simulated_world.log().clear()
-        ms[cell, 0.0] = [timed(step, batch)]
-        runs.append((cell, own, step, list(simulated_world.log())))
+        ms[setting, 0.0] = [timed(step, batch)]
+        runs.append((setting, own, step, list(simulated_world.log())))
     for turn in range(-TRIALS, c.steps):
         # How fast links are: by a step, then by trials.
-        for cell, _, _, calls in runs if turn in (-TRIALS, 0) else ():
+        for setting, _, _, calls in runs if turn in (-TRIALS, 0) else ():
             sent = sum(sent_bytes(call.op, call.nbytes, call.ranks) for call in calls)
-            compute = statistics.median(ms.pop((cell, 0.0)))
+            compute = statistics.median(ms.pop((setting, 0.0)))
             links |= {
-                (cell, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none
+                (setting, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none
                 for f in (0.0, *FACTORS)
             }
-            ms |= {(cell, f): [] for f in (0.0, *FACTORS)}
-        for cell, _, step, _ in runs:
+            ms |= {(setting, f): [] for f in (0.0, *FACTORS)}
+        for setting, _, step, _ in runs:
             for factor in (0.0, *FACTORS):
-                simulated_world.use(links[cell, factor])
-                ms[cell, factor].append(timed(step, batch))
+                simulated_world.use(links[setting, factor])
+                ms[setting, factor].append(timed(step, batch))
     rows = []
-    for cell, own, step, calls in runs:
-        compute = statistics.median(ms[cell, 0.0])
+    for setting, own, step, calls in runs:
+        compute = statistics.median(ms[setting, 0.0])
         for factor in FACTORS:
             seconds = [
-                links[cell, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls
+                links[setting, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls
             ]
             longer = max(compute, 1e3 * sum(seconds))
             row = timing.environment(device) | dict(
-                study="exposed", cell=cell, flags=flags.setting(own), factor=factor
+                study="exposed", line=setting, flags=flags.setting(own), factor=factor
             )
-            row |= timing.stats(ms[cell, factor]) | dict(
+            row |= timing.stats(ms[setting, factor]) | dict(
                 world=flags.world_label(own, c.world),
                 depth=own.depth,
                 compute_ms=round(compute, 3),
                 link_ms=round(1e3 * sum(seconds), 3),
-                interleaved=cells,
+                interleaved=settings,
             )
             row |= dict(
                 ratio=round(row["step_ms"] / longer, 4),
@@ -164,7 +164,7 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
             )
             # On a GPU the profiler's CPU events do not tell when a kernel waits.
             if factor == 1 and kind == "cpu":
-                simulated_world.use(links[cell, factor])
+                simulated_world.use(links[setting, factor])
                 row["lanes"] = min(
                     (lanes(step, batch) for _ in range(TRIALS)), key=lambda found: found[0][2]
                 )
@@ -173,10 +173,10 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
 
 
 def label(row: dict) -> str:
-    """The cell, with the flags that change its schedule."""
+    """The setting, with the flags that change its schedule."""
     ahead = row["flags"]["ahead"]
     kept = row["flags"]["keep_last"]
-    return row["cell"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
+    return row["line"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
 
 
 def table(rows: list[dict]) -> str:
@@ -245,7 +245,7 @@ def draw(rows: list[dict], path: str) -> None:
 
 
 def main(own: argparse.Namespace, c: flags.Config) -> int:
-    """Measures and prints, or draws. Exit codes: 0, 2 cells or flags that do not fit."""
+    """Measures and prints, or draws. Exit codes: 0, 2 settings or flags that do not fit."""
     try:
         if own.plot:
             draw(
@@ -254,8 +254,8 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
             )
             return 0
         check_writable(own.results)
-        check_cells(own.cells, 0)
-        rows = measure(own.cells, replace(c, system=replace(c.system, world=c.world or 8)))
+        check_settings(own.settings, 0)
+        rows = measure(own.settings, replace(c, system=replace(c.system, world=c.world or 8)))
     except ValueError as e:
         fail(str(e), 0)
     for row in rows:

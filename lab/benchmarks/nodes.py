@@ -94,7 +94,7 @@ def kind(group: list[int], local: int) -> str:
     return "inside" if len(nodes) == 1 else "across" if len(nodes) == len(group) else "all"
 
 
-def cells(
+def settings_of(
     modes: list[str] | None, c: flags.Config, device: torch.device, world: int
 ) -> dict[str, flags.Config]:
     """The settings by name. ValueError: one does not fit the ranks."""
@@ -213,7 +213,7 @@ def measure(
         },
         control_group(),
     )
-    settings = cells(own.modes, c, device, world)
+    settings = settings_of(own.modes, c, device, world)
     about = timing.environment(device)
     found = links(own, device, rank, world, local)
     c = next(iter(settings.values()))
@@ -230,7 +230,7 @@ def measure(
     for name, ms, more in zip(settings, real, told, strict=True):
         row = about | dict(
             study="nodes",
-            cell=name,
+            line=name,
             network=own.network,
             nodes=world // local,
             world=world,
@@ -245,7 +245,7 @@ def measure(
 
 def told(rows: list[dict]) -> str:
     """The fitted links, a line for each, the table of the modes, and which mode pays."""
-    best, *others = sorted((row for row in rows if "cell" in row), key=lambda row: row["step_ms"])
+    best, *others = sorted((row for row in rows if "line" in row), key=lambda row: row["step_ms"])
     links = [
         f"{row['setting']['network']} {row['setting']['link']}, {row['setting']['ranks']} ranks: latency "
         f"{grouped(row['link']['alpha_us'])} us, bandwidth of a rank {grouped(row['link']['gb_per_s'], 4, 'no')} GB/s, "
@@ -255,13 +255,13 @@ def told(rows: list[dict]) -> str:
     ]
     than = ""
     for row in others:
-        than += f"; {row['cell']} takes {row['step_ms'] / best['step_ms']:.2f} times that"
+        than += f"; {row['line']} takes {row['step_ms'] / best['step_ms']:.2f} times that"
         than += ", which cannot be told apart" * (row["step_ms_min"] <= best["step_ms"])
     return "\n\n".join(
         [
             "\n".join(links),
             markdown(LAYOUTS["nodes"](rows)[1]),
-            f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}",
+            f"{best['line']} pays on this network: {best['step_ms']:.1f} ms a step{than}",
         ]
     )
 
@@ -299,7 +299,7 @@ def draw(rows: list[dict], path: str) -> None:
             )
         ax.set(
             yticks=range(len(own)),
-            yticklabels=[row["cell"] for row in own],
+            yticklabels=[row["line"] for row in own],
             title=network or "the network",
         )
     axes[-1].set_xlabel("ms of a step")

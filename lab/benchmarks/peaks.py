@@ -85,7 +85,7 @@ def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: pea
         device=f"simulated {own.arch}",
         world=own.world,
         study="peak",
-        cell=os.environ.get("SWEEP_CELL"),
+        line=os.environ.get("SWEEP_LINE"),
         flags=flags.setting(c),
         published=own.published,
         outcome="ok",

@@ -339,7 +339,7 @@ def simulated(path: Path) -> list[Compared]:
         covered = (c.compile, c.wrapper) == ("fwdbwd", "simple") and not row["published"]
         if covered and row["outcome"] == "ok":
             peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
-            found.append(Compared(row["cell"] or row["command"], peak, row["simulated_mib"]))
+            found.append(Compared(row["line"] or row["command"], peak, row["simulated_mib"]))
     return found
 
 

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 8 -m lab.benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
     python -m lab.benchmarks.wrappers simple:none simple:none:muon simple:none:torch-muon -- --world 8
 
-Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. A third word names the optimizer. That of
-torch-muon is torch.optim.Muon on the DTensors that muon has, with the same AdamW for the rest. Cells take turns, step
-by step, so that a busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first
-cell. All models are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
+A setting is WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. A third word names the optimizer:
+torch-muon is torch.optim.Muon on the DTensors that muon has, with the same AdamW for the rest. All settings' steps are
+interleaved, so that a busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the
+first setting. All models are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
 """
 
 import statistics
@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     if {"-h", "--help"} & {*sys.argv[1:_cut]}:
         sys.exit(put(__doc__))
     RANKS = ranks()
-    CELLS = sys.argv[1:_cut]
+    SETTINGS = sys.argv[1:_cut]
     CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
@@ -40,24 +40,28 @@ from trainer.step import COMPILE_MODES
 WARMUP = 3
 
 
-def check_cells(cells: list[str], rank: int) -> None:
-    """Exit code 2 and one line for what is no cell."""
+def check_settings(settings: list[str], rank: int) -> None:
+    """Exit code 2 and one line for what is no setting."""
     modes = dict(
         simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks")
     )
-    bad = [cell for cell in cells if parts(cell)[1] not in modes.get(parts(cell)[0], ())]
-    bad += [cell for cell in cells if parts(cell)[2] not in ("adamw", "muon", "torch-muon")]
-    if bad or not cells:
+    bad = [
+        setting for setting in settings if parts(setting)[1] not in modes.get(parts(setting)[0], ())
+    ]
+    bad += [
+        setting for setting in settings if parts(setting)[2] not in ("adamw", "muon", "torch-muon")
+    ]
+    if bad or not settings:
         fail(
-            f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
+            f"settings {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
             "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon",
             rank,
         )
 
 
-def parts(cell: str) -> tuple[str, str, str]:
+def parts(setting: str) -> tuple[str, str, str]:
     """Wrapper, compile mode, optimizer."""
-    wrapper, _, rest = cell.partition(":")
+    wrapper, _, rest = setting.partition(":")
     mode, _, optimizer = rest.partition(":")
     return wrapper, mode, optimizer or "adamw"
 
@@ -115,15 +119,15 @@ def interleave(
             with timer.step(excluded=k < WARMUP):
                 loss = step(*batch)
         if rank == 0 and k in (0, n - 1):
-            put(f"step {k + 1}: loss of the last cell {loss.item():.4f}")
+            put(f"step {k + 1}: loss of the last setting {loss.item():.4f}")
 
 
 def compare(
-    cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1
+    settings: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1
 ) -> list[dict]:
-    """Rows of every cell, in order; the first is what `ratio` refers to."""
+    """Rows of every setting, in order; the first is what `ratio` refers to."""
     configs = []
-    for wrapper, mode, optimizer in map(parts, cells):
+    for wrapper, mode, optimizer in map(parts, settings):
         system = replace(c.system, wrapper=wrapper, compile=mode)
         own = (
             replace(c.training, optimizer=optimizer.removeprefix("torch-"))
@@ -137,41 +141,41 @@ def compare(
         )
     c = configs[0]
     steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
-    for (step, _), cell in zip(steps, cells, strict=True):
-        if parts(cell)[2] == "torch-muon":
+    for (step, _), setting in zip(steps, settings, strict=True):
+        if parts(setting)[2] == "torch-muon":
             step.optimizer = TorchMuon(step.optimizer)
     interleave(steps, data(c, rank, world), c.steps, device, rank)
     rows = []
     first = steps[0][1].ms()
-    for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
+    for setting, own, (_, timer) in zip(settings, configs, steps, strict=True):
         ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
         row = timing.environment(device) | dict(
-            study="baselines", cell=cell, flags=flags.setting(own)
+            study="baselines", line=setting, flags=flags.setting(own)
         )
         row |= timing.stats(timer.ms()) | dict(
             world=flags.world_label(c, world), ratio=round(ratio, 4)
         )
-        rows.append(row | dict(against=cells[0], interleaved=cells))
+        rows.append(row | dict(against=settings[0], interleaved=settings))
     return rows
 
 
-def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
-    """Compares, prints and appends rows. Exit codes: 0, 2 cells or flags that do not fit, 3 bad data."""
-    check_cells(cells, rank)
+def main(settings: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    """Compares, prints and appends rows. Exit codes: 0, 2 settings or flags that do not fit, 3 bad data."""
+    check_settings(settings, rank)
     set_deterministic(c.deterministic)
     try:
-        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
+        rows = compare(settings, c, connect(c, rank, local_rank, world), rank, c.world or world)
     except (ValueError, DataError) as e:
         fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
         put(
-            f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
-            f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}"
+            f"{row['line']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
+            f"n {row['n']}  {row['ratio']:.3f} of {settings[0]}"
         )
     shutdown()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(CELLS, CONFIG, *RANKS))
+    sys.exit(main(SETTINGS, CONFIG, *RANKS))

@@ -25,7 +25,7 @@ NEUTRAL = sweep.OUTPUT | {
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
 # Entries of which a row has one if it is of a run or of a study.
-SHOWN = "run", "cell", "flags", "study", "setting", "outcome", "device"
+SHOWN = "run", "line", "flags", "study", "setting", "outcome", "device"
 LOSSES = "loss", "eval_loss", "eval_bpb"
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
@@ -61,10 +61,10 @@ def steps_of(path: Path, row: dict) -> dict[str, str]:
 
 
 @functools.cache
-def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
-    """The flags of a row's cell that have an influence on memory and time; None where it is not a line of flags."""
+def core(setting: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
+    """The flags of a row's setting that have an influence on memory and time; None where it is not a line of flags."""
     with suppress(ValueError):
-        flags = sweep.parse(sweep.words(cell or "none"))[1]
+        flags = sweep.parse(sweep.words(setting or "none"))[1]
         return frozenset((flag, values) for flag, values in flags.items() if flag not in NEUTRAL)
     return None
 
@@ -73,7 +73,7 @@ def on_gpu(row: dict) -> bool:
     """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
     told = (
         "CPU"
-        if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch"))
+        if "--device cpu" in str(row.get("line")) or "+cpu" in str(row.get("torch"))
         else "GPU"
     )
     return "peak_alloc_mib" in row or not (
@@ -85,7 +85,7 @@ def setting(row: dict, name: str):
     """What --name was. ValueError if the row does not say: a default of today may be another than that of the run."""
     if name not in (row.get("flags") or {}):
         raise ValueError(
-            f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again"
+            f"the row of '{row.get('line')}' does not say what {name} was: run its line again"
         )
     return row["flags"][name]
 
@@ -215,13 +215,13 @@ def entries(
     theirs = published(axis)
     lines = {}
     found = []
-    for cell in sweep.read_cells(axis, small, ANY, []):
-        n, flags = sweep.parse(shlex.split(cell))
-        lines[int(flags.get("--world", [n])[0]), core(cell)] = None
+    for setting in sweep.read_settings(axis, small, ANY, []):
+        n, flags = sweep.parse(shlex.split(setting))
+        lines[int(flags.get("--world", [n])[0]), core(setting)] = None
     shared = frozenset.intersection(*(flags for _, flags in lines))
     told = {}
     for row in rows:
-        told.setdefault(core(row.get("cell")), []).append(row)
+        told.setdefault(core(row.get("line")), []).append(row)
     for n, flags in lines:
         for row in newest([row for row in told.get(flags, []) if n in (ANY, ranks(row))]):
             found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
@@ -275,7 +275,7 @@ def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
         raise ValueError(
             f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files"
         )
-    named = [(row, row.get("cell") or json.dumps(row.get("flags"), sort_keys=True)) for row in rows]
+    named = [(row, row.get("line") or json.dumps(row.get("flags"), sort_keys=True)) for row in rows]
     # The last one counts: that of a commit, if there is one.
     named.sort(key=lambda each: not each[0].get("dirty"))
     return {(label(row), name): row for row, name in named}

@@ -102,7 +102,7 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The runs of files, whatever their settings: what tells these apart, every figure, and memory and time over
     those of the first run on the same device and torch; of times also the least and the most that both ranges allow."""
     rows = [row for row in rows if row.get("flags") and "outcome" in row and "study" not in row]
-    rows = published.newest(rows, lambda row: row.get("cell") or row.get("run"))
+    rows = published.newest(rows, lambda row: row.get("line") or row.get("run"))
     if not rows:
         return [], []
     columns = [

@@ -89,12 +89,12 @@ def links(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs that differ in their ranks and links alone: a line each, a column of smallest steps for each number of ranks
     and link. Only what ran on more than one link; what stands in the column of one rank has the same flags."""
     rows = published.newest(
-        [row for row in rows if published.core(row.get("cell"))],
-        lambda row: published.core(row["cell"]),
+        [row for row in rows if published.core(row.get("line"))],
+        lambda row: published.core(row["line"]),
     )
     lines = {}
     for row in rows:
-        lines.setdefault(published.core(row["cell"]), {})[published.label(row)] = row
+        lines.setdefault(published.core(row["line"]), {})[published.label(row)] = row
     lines = {
         core: line for core, line in lines.items() if sum("(sim" in label for label in line) > 1
     }
@@ -142,14 +142,14 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Simulated peaks at the setting of most rows: a line per recipe and torch, a column per number of ranks that
     several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
     """
-    of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
-    rows = published.newest(of_sweeps, lambda row: row["cell"])
+    of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("line")]
+    rows = published.newest(of_sweeps, lambda row: row["line"])
     lines = {}
     shapes = Counter(map(published.shape, rows))
     usual = max(shapes.values(), default=0)
     for row in rows:
         if shapes[published.shape(row)] == usual and row["outcome"] == "ok":
-            lines.setdefault((published.core(row["cell"]), row["torch"]), {})[
+            lines.setdefault((published.core(row["line"]), row["torch"]), {})[
                 published.ranks(row)
             ] = row
     lines = {key: line for key, line in lines.items() if len(line) > 1}
@@ -217,9 +217,9 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Steps of each --mode on real links, and what fitted links and simulated ranks say (lab/benchmarks/nodes.py)."""
-    rows = [row for row in rows if row.get("study") == "nodes" and "cell" in row]
-    rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
-    columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
+    rows = [row for row in rows if row.get("study") == "nodes" and "line" in row]
+    rows = published.newest(rows, lambda row: (row["network"], row["line"]))
+    columns = [(name, [row[name] for row in rows]) for name in ("network", "line")]
     columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
     columns += [
         (f"{name} ms", [grouped(row[key], 1) for row in rows])
@@ -293,7 +293,7 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
         f"n = {n} ranks, {steps}{each('file')}."
     ]
-    cores = [published.core(row.get("cell")) or frozenset() for row in ours]
+    cores = [published.core(row.get("line")) or frozenset() for row in ours]
     if cores and (shared := frozenset.intersection(*cores)):
         lines += [f"All of ours: `{sweep.join(dict(shared))}`."]
     if "(sim" in n:

@@ -58,10 +58,10 @@ def settings(args) -> list[dict]:
     """Every part at every context in fp32, and mixed at the longest."""
     contexts = args.context or ([8, 64] if args.small else [128, 256, 512])
     base = dict(size=args.size or ("tiny" if args.small else "2.7b"), batch=args.batch)
-    cells = [(context, "fp32") for context in contexts] + [(max(contexts), "mixed")]
+    runs = [(context, "fp32") for context in contexts] + [(max(contexts), "mixed")]
     return [
         base | dict(context=t, precision=precision, part=part)
-        for t, precision in cells
+        for t, precision in runs
         for part in PARTS
     ]
 

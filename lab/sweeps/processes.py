@@ -1,4 +1,4 @@
-"""The processes of a sweep's cells, which end with their sweep, and all of them with their cell. Imports no torch."""
+"""The processes of a sweep: those of a setting end with it, and all with the sweep. Imports no torch."""
 
 import contextlib
 import ctypes
@@ -91,7 +91,7 @@ class Forked:
 
 
 def stop(child: subprocess.Popen | Forked, token: str) -> None:
-    """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
+    """End a setting's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
     if child.poll() is None:
         # It may not lead its group yet.
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):

@@ -1,7 +1,7 @@
 """Batch scripts for SLURM. They are printed: to be read, changed, and given to sbatch, whose own options win.
 
     ./launch.sh slurm --nodes 2 --gpus-per-node 8 --time 4:00:00 --depth 8 --save runs/a | sbatch    trains
-    ./launch.sh sweep depth --slurm --gpus-per-node 8 | sbatch        an array: each missing cell of a sweep is a task
+    ./launch.sh sweep depth --slurm --gpus-per-node 8 | sbatch        an array: a task for each missing setting
 
 SLURM's names: --nodes --gpus-per-node (TYPE:N; 0: none) --cpus-per-task (without it whole nodes) --time --mem
 --partition --account --qos --constraint --job-name; --container IMAGE runs in Apptainer. All else goes to main.py.
@@ -143,25 +143,25 @@ def training(words: list[str]) -> str:
     )
 
 
-def for_cells(given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:
-    """The options of an array whose tasks run a cell each, of `seconds` at most. ValueError: more nodes than one."""
+def for_settings(given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:
+    """The options of an array whose tasks run a setting each, of `seconds` at most. ValueError: more nodes than one."""
     if given.get("--nodes", "1") != "1":
-        raise ValueError(f"--nodes {given['--nodes']}: a cell runs on one node; leave it out")
+        raise ValueError(f"--nodes {given['--nodes']}: a setting runs on one node; leave it out")
     own = {"--job-name": "sweep", "--nodes": "1"} | ({"--gpus-per-node": "0"} if small else {})
     limit = {"--time": f"{int(seconds // 60) + 5}"} if seconds < 1e7 else {}
     return DEFAULTS | own | limit | given
 
 
-def array(cells: list[str], options: dict[str, str], words: list[str]) -> str:
-    """The script of an array with a task for each of `cells`. words: the arguments of the sweep that has them."""
+def array(settings: list[str], options: dict[str, str], words: list[str]) -> str:
+    """The script of an array with a task for each of `settings`. words: the arguments of the sweep that has them."""
     more = [
-        f"--array=0-{len(cells) - 1}",
+        f"--array=0-{len(settings) - 1}",
         f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%A_%a.out",
     ]
-    task = command(options, ["./launch.sh", "sweep", *words, "--cell"])
-    own = [f"  {shlex.quote(cell)}" for cell in cells]
+    task = command(options, ["./launch.sh", "sweep", *words, "--setting"])
+    own = [f"  {shlex.quote(setting)}" for setting in settings]
     return script(
-        options, more, ["cells=(", *own, ")", f'{task} "${{cells[SLURM_ARRAY_TASK_ID]}}"']
+        options, more, ["settings=(", *own, ")", f'{task} "${{settings[SLURM_ARRAY_TASK_ID]}}"']
     )
 
 

@@ -1,15 +1,15 @@
-"""Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
+"""Ablations: each setting (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
     ./launch.sh sweep variants --small       a named axis (a file of settings/axes), at sizes for a CPU
-    ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
-    ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
-    ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
+    ./launch.sh sweep all --wandb offline    every published table, each setting once, in one file of results
+    ./launch.sh sweep settings.txt --steps 30   any file; `setting_of` and `settings_of` say what a line may hold
+    ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each setting with every combination; seeds are summed up
     ./launch.sh sweep --lr 1e-3 3e-3 --seed 0 1            such combinations alone, of main.py's defaults
-    ./launch.sh sweep depth --slurm | sbatch               a task of SLURM per cell that is missing (slurm.py)
+    ./launch.sh sweep depth --slurm | sbatch               a task of SLURM per setting that is missing (slurm.py)
 
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
 runs what has no row of this commit and device yet, then tries again what failed; a bad shape and out of memory are
-results. Calls at the same time share the cells: none runs one that another is running.
+results. Calls at the same time share the settings: none runs one that another is running.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from trainer.terminal.text import did_you_mean, grouped, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
-# These flags are no part of a cell's name. Given on the command line they go to every run.
+# These flags are no part of a setting's name. Given on the command line they go to every run.
 OUTPUT = {
     "--wandb",
     "--wandb-group",
@@ -70,7 +70,7 @@ COLUMNS = {
 }
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
 LISTS = {"--compile-options", "--wandb-tags"}  # take several values in one run
-MOST_CELLS = 10_000  # of one call: more are a slip, and would run for months
+MOST_SETTINGS = 10_000  # of one call: more are a slip, and would run for months
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
 
@@ -105,9 +105,9 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     )
 
     # A run that died names no device; what is simulated or counted has none.
-    def here(cell: str, row: dict) -> bool:
-        with contextlib.suppress(ValueError):  # its cell is none of a sweep
-            flags = parse(shlex.split(cell))[1]
+    def here(setting: str, row: dict) -> bool:
+        with contextlib.suppress(ValueError):  # its setting is none of a sweep
+            flags = parse(shlex.split(setting))[1]
             device = row.get("device")
             on_cpu = flags.get("--device") == ("cpu",) or not gpus()
             nowhere = not device or device.startswith(("simulated", "no device"))
@@ -119,12 +119,12 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
             return right and (relaxed or row.get("commit", head) == head)
         return False
 
-    return {cell: row for cell, row in rows.items() if here(cell, row)}
+    return {setting: row for setting, row in rows.items() if here(setting, row)}
 
 
-def words(cell: str) -> list[str]:
-    """The words of a cell, as of shlex.split, which takes 0.1 ms where most cells have nothing to unquote."""
-    return shlex.split(cell) if re.search(r"[^ !#-&(-[\]-~]", cell) else cell.split()
+def words(setting: str) -> list[str]:
+    """The words of a setting, as of shlex.split, which takes 0.1 ms where most settings have nothing to unquote."""
+    return shlex.split(setting) if re.search(r"[^ !#-&(-[\]-~]", setting) else setting.split()
 
 
 def axes() -> dict[str, Path]:
@@ -166,7 +166,7 @@ def parse(words: list[str]) -> tuple[int, Flags]:
 
 
 def world(nproc: int, flags: Flags) -> int | str:
-    """Ranks of a cell; of simulated ones "8(sim h100-nvlink)", as main.py writes it."""
+    """Ranks of a setting; of simulated ones "8(sim h100-nvlink)", as main.py writes it."""
     return (
         f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})"
         if "--world" in flags
@@ -174,8 +174,8 @@ def world(nproc: int, flags: Flags) -> int | str:
     )
 
 
-def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
-    """The name of a line's cell, `nproc=N --flag value ...` with sorted flags, so that a cell has one name everywhere.
+def setting_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
+    """The name of a line's setting, `nproc=N --flag value ...` with sorted flags, so that it has one name everywhere.
     ranks=N becomes nproc=N (processes) or, above the machine's GPUs (with --small: above 2), N simulated ranks. `nproc`
     and --world of `extra` are for lines that name no ranks. ValueError for what is no line of flags."""
 
@@ -195,10 +195,10 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
 
 
 def check_number(number: int) -> None:
-    """ValueError for more cells than any sweep runs."""
-    if number > MOST_CELLS:
+    """ValueError for more settings than any sweep runs."""
+    if number > MOST_SETTINGS:
         raise ValueError(
-            f"more than {grouped(MOST_CELLS)} cells; name fewer values, or make files of fewer lines"
+            f"more than {grouped(MOST_SETTINGS)} settings; name fewer values, or make files of fewer lines"
         )
 
 
@@ -212,10 +212,10 @@ def grid(flags: Flags) -> list[Flags]:
     return [dict(zip(flags, chosen, strict=True)) for chosen in itertools.product(*apart)]
 
 
-def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
-    """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
+def settings_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
+    """The settings of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
     [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
-    cells = {}
+    settings = {}
     shared = ""
     wanted = True
     combinations = grid(extra)
@@ -234,20 +234,20 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
                 made += math.prod(map(len, choices)) * len(combinations)
                 check_number(made)
                 for chosen, more in itertools.product(itertools.product(*choices), combinations):
-                    cells[cell_of("".join(chosen), small, nproc, more)] = None
+                    settings[setting_of("".join(chosen), small, nproc, more)] = None
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
-    if not cells:
-        raise ValueError(f"{study}: no cell in it")
-    return list(cells)
+    if not settings:
+        raise ValueError(f"{study}: no setting in it")
+    return list(settings)
 
 
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
-    """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
+    """Study -> settings of an axis, a file, or (`all`) each axis but ./launch.sh gpu's. ValueError as `settings_of`."""
     if target == GRID:
         return {
             GRID: list(
-                dict.fromkeys(cell_of("", small, nproc, each) for each in grid(parse(extra)[1]))
+                dict.fromkeys(setting_of("", small, nproc, each) for each in grid(parse(extra)[1]))
             )
         }
     named = axes()
@@ -259,29 +259,29 @@ def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str,
     chosen = (
         [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
     )
-    return {Path(study).stem: cells_of(study, small, nproc, parse(extra)[1]) for study in chosen}
+    return {Path(study).stem: settings_of(study, small, nproc, parse(extra)[1]) for study in chosen}
 
 
-def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[str]:
-    """The cells of `studies`, each once."""
+def read_settings(target: str, small: bool, nproc: int, extra: list[str]) -> list[str]:
+    """The settings of `studies`, each once."""
     return list(dict.fromkeys(itertools.chain(*studies(target, small, nproc, extra).values())))
 
 
-def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
-    """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
+def unfinished(settings: list[str], rows: dict[str, dict]) -> list[str]:
+    """Settings without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
     return [
-        cell
-        for cell in cells
-        if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))
+        setting
+        for setting in settings
+        if not re.match(r"ok$|OOM|badshape", rows.get(setting, {}).get("outcome", ""))
     ]
 
 
-def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
-    """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
-    nproc, flags = parse(shlex.split(cell))
+def run(setting: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
+    """Run one setting, for W&B under `name`. Returns None if it ended with status 0, else how it ended."""
+    nproc, flags = parse(shlex.split(setting))
     token = f"{os.getpid()}.{time.time_ns()}"
     env = os.environ | {
-        "SWEEP_CELL": cell,
+        "SWEEP_LINE": setting,
         "SWEEP_NAME": name,
         "SWEEP_TOKEN": token,
         "PYTHONUNBUFFERED": "1",
@@ -327,10 +327,10 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
     )
 
 
-def main_setting(cell: str) -> dict:
-    """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them."""
+def main_setting(setting: str) -> dict:
+    """What main.py makes of a setting's flags, as its own row would say it; empty where it does not accept them."""
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        nproc, flags = parse(shlex.split(cell))
+        nproc, flags = parse(shlex.split(setting))
         c = config.parse(shlex.split(join(flags)))
         machine = "cuda" if gpus() else "cpu"
         return config.setting(
@@ -352,17 +352,17 @@ def given(flags: Flags) -> dict:
     return found
 
 
-def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
-    """The row of a run that wrote none. `end`: as of `run`. `setting`: resolved flags of a program but main.py."""
-    nproc, flags = parse(shlex.split(cell))
-    setting = setting or main_setting(cell) or main_setting("") | given(flags)
+def failed_row(setting: str, end: str, resolved: dict | None = None) -> dict:
+    """The row of a run that wrote none. `end`: as of `run`. `resolved`: the flags of a program but main.py."""
+    nproc, flags = parse(shlex.split(setting))
+    resolved = resolved or main_setting(setting) or main_setting("") | given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
     known = {
         {"loss": "loss_kind"}.get(name, name): value
-        for name, value in setting.items()
+        for name, value in resolved.items()
         if name != "device"
     }
-    known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
+    known |= {"world": world(nproc, flags), "flags": resolved, "error": end, "line": setting}
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
     about |= {"commit": commit(), "torch": importlib.metadata.version("torch")}
     oom = (
@@ -378,9 +378,9 @@ def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     return about | known | {"outcome": outcome}
 
 
-def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
-    """The flags that all cells share; of each cell its ranks and its other flags."""
-    parsed = {cell: parse(shlex.split(cell)) for cell in cells}
+def labels(settings: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The flags that all settings share; of each setting its ranks and its other flags."""
+    parsed = {setting: parse(shlex.split(setting)) for setting in settings}
     shared = (
         set.intersection(*(set(flags.items()) for _, flags in parsed.values()))
         if len(parsed) > 1
@@ -388,11 +388,11 @@ def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
     )
     apart = {flag for flag, _ in shared} | {"--world", "--link"}
     own = {
-        cell: join({k: v for k, v in flags.items() if k not in apart})
-        for cell, (_, flags) in parsed.items()
+        setting: join({k: v for k, v in flags.items() if k not in apart})
+        for setting, (_, flags) in parsed.items()
     }
     return join(dict(shared)), {
-        cell: (str(world(*parsed[cell])), flags) for cell, flags in own.items()
+        setting: (str(world(*parsed[setting])), flags) for setting, flags in own.items()
     }
 
 
@@ -420,14 +420,17 @@ def write_page(results: Path) -> str:
     return f"page     {page_flags(results)[-1]}"
 
 
-def table(cells: list[str], rows: dict[str, dict]) -> str:
-    """Markdown, a line per cell; flags that all share stand once above it, columns without a value are left out."""
-    found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
-    shared, names = labels(cells)
-    ranks = [str(row.get("world", names[cell][0])) for cell, row in zip(cells, found, strict=True)]
+def table(settings: list[str], rows: dict[str, dict]) -> str:
+    """Markdown, a line per setting; flags that all share stand once above it, columns without a value are left out."""
+    found = [rows.get(setting, {"outcome": "not run"}) for setting in settings]
+    shared, names = labels(settings)
+    ranks = [
+        str(row.get("world", names[setting][0]))
+        for setting, row in zip(settings, found, strict=True)
+    ]
     columns = [
         ("n", ranks),
-        ("flags", [names[cell][1] for cell in cells]),
+        ("flags", [names[setting][1] for setting in settings]),
         ("outcome", [outcome(row) for row in found]),
     ]
     for key, (title, digits) in COLUMNS.items():
@@ -447,11 +450,11 @@ def spread(figures: list[float | str], digits: int) -> str:
     return f"{grouped(statistics.mean(figures), digits)} +- {grouped(statistics.stdev(figures), digits)}"
 
 
-def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
-    """Markdown, a line for the cells that differ in --seed alone: mean and sample standard deviation; else empty."""
+def over_seeds(settings: list[str], rows: dict[str, dict]) -> str:
+    """Markdown, a line for the settings that differ in --seed alone: mean and sample standard deviation; else empty."""
     alike = {}
-    for cell in cells:
-        alike.setdefault(re.sub(r" --seed \S+", "", cell), []).append(cell)
+    for setting in settings:
+        alike.setdefault(re.sub(r" --seed \S+", "", setting), []).append(setting)
     alike = {name: own for name, own in alike.items() if len(own) > 1}
     names = [flags for _, flags in labels([*alike])[1].values()] if alike else []
     columns = [
@@ -468,26 +471,28 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     return markdown(columns) if alike else ""
 
 
-def place(cell: str, results: Path) -> Path:
-    """The folder of a cell's lock; what its run printed is beside it, with the suffix .log."""
+def place(setting: str, results: Path) -> Path:
+    """The folder of a setting's lock; what its run printed is beside it, with the suffix .log."""
     folder = results.parent / "runs" if results.absolute().parent.name != "runs" else results.parent
-    return folder / results.stem / f"{zlib.crc32(cell.encode()):08x}"
+    return folder / results.stem / f"{zlib.crc32(setting.encode()):08x}"
 
 
 def attempt(
-    cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None
+    setting: str, args: argparse.Namespace, limit: float, name: str, resolved: dict | None = None
 ) -> dict | None:
-    """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
-    cut short by --budget. name, setting: as of `run` and `failed_row`."""
+    """Run one setting for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
+    cut short by --budget. name, resolved: as of `run` and `failed_row`."""
     size = args.results.stat().st_size if args.results.exists() else 0
     started = time.monotonic()
-    log = place(cell, args.results).with_suffix(".log")
-    end = run(cell, [*args.program, "--results", str(args.results), *args.output], limit, log, name)
-    row = read_rows(args.results, size).get(cell)
+    log = place(setting, args.results).with_suffix(".log")
+    end = run(
+        setting, [*args.program, "--results", str(args.results), *args.output], limit, log, name
+    )
+    row = read_rows(args.results, size).get(setting)
     if row is None and end == "timeout" and limit < args.timeout:
         return put(f"    cut short by --budget {args.budget:g}: not counted")
     if row is None:
-        row = failed_row(cell, end or "exit 0 without a row", setting)
+        row = failed_row(setting, end or "exit 0 without a row", resolved)
         append_jsonl(args.results, row)
     elif end:
         put(f"    after its row: {end}")
@@ -498,40 +503,46 @@ def attempt(
 def sweep(
     tables: dict[str, list[str]],
     args: argparse.Namespace,
-    settings: dict[str, dict] | None = None,
+    resolved: dict[str, dict] | None = None,
     one: str | None = None,
 ) -> bool:
-    """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
-    `settings`: cell -> its resolved flags, if the program is not main.py. one: the only cell that this call is for,
-    while others are for the others."""
+    """Run every setting that has no finished row (--fresh: every one), those never tried first. True: all are finished.
+    `resolved`: setting -> its resolved flags, if the program is not main.py. one: the only setting to run."""
     names = {}
     stored = read_rows(args.results)
     for study, own in tables.items():
         names = {
-            cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()
+            setting: f"{study} n={n} {flags}" for setting, (n, flags) in labels(own)[1].items()
         } | names
     tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
-    cells = list(dict.fromkeys(itertools.chain(*tables.values())))
+    settings = list(dict.fromkeys(itertools.chain(*tables.values())))
     rows = current(stored, args.any_commit)
-    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
-    others = sum(cell in stored and cell not in rows for cell in todo)
+    todo = (
+        settings
+        if args.fresh
+        else sorted(unfinished(settings, rows), key=lambda setting: setting in rows)
+    )
+    others = sum(setting in stored and setting not in rows for setting in todo)
     others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(
         others
     )
-    done = f"{len(cells) - len(todo)} finished before{others}"
-    put(f"{len(cells)} cells, {done}; rows in {args.results}")
+    done = f"{len(settings) - len(todo)} finished before{others}"
+    put(f"{len(settings)} settings, {done}; rows in {args.results}")
     deadline = time.monotonic() + args.budget
-    for i, cell in enumerate(todo, 1):
+    for i, setting in enumerate(todo, 1):
         left = min(args.timeout, deadline - time.monotonic())
         if left <= 0:
             break
-        put(f"[{i}/{len(todo)}] {names[cell]}")
-        with slurm.claimed(place(cell, args.results), wait=one is not None) as free:
+        put(f"[{i}/{len(todo)}] {names[setting]}")
+        with slurm.claimed(place(setting, args.results), wait=one is not None) as free:
             known = (
                 {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
             )
-            if free and unfinished([cell], known):  # no other call has finished it meanwhile
-                if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
+            if free and unfinished([setting], known):  # no other call has finished it meanwhile
+                if (
+                    attempt(setting, args, left, names[setting], (resolved or {}).get(setting))
+                    is None
+                ):
                     break
     rows = current(read_rows(args.results), args.any_commit)
     texts = {
@@ -543,7 +554,8 @@ def sweep(
     output = config.parse(args.output)
     if output.wandb != "off" and not one:
         found = {
-            study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()
+            study: [rows[setting] for setting in own if setting in rows]
+            for study, own in tables.items()
         }
         log_tables(
             found,
@@ -552,13 +564,13 @@ def sweep(
             output.wandb_group,
             output.wandb_tags,
         )
-    if missing := unfinished(cells, rows):
+    if missing := unfinished(settings, rows):
         put(
-            f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again"
+            f"\n{len(missing)} of {len(settings)} settings without a result: the same command tries them again"
         )
     if args.report:
         put(write_page(args.results))
-    elif any(cell in rows for cell in cells):
+    elif any(setting in rows for setting in settings):
         put(f"\nto draw them: {page_command(args.results)}")
     return not missing
 
@@ -571,13 +583,13 @@ def command(argv: list[str]) -> int | None:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
     parser.add_argument(
-        "--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none"
+        "--nproc", type=int, default=os.environ.get("NPROC", 1), help="for settings that name none"
     )
     parser.add_argument(
         "--timeout",
         type=float,
-        default=os.environ.get("CELL_TIMEOUT", 1800),
-        help="seconds, a cell",
+        default=os.environ.get("SETTING_TIMEOUT", 1800),
+        help="seconds, a setting",
     )
     parser.add_argument(
         "--budget", type=float, default="inf", help="seconds, the call; the next one goes on"
@@ -585,18 +597,18 @@ def command(argv: list[str]) -> int | None:
     parser.add_argument(
         "--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)"
     )
-    parser.add_argument("--fresh", action="store_true", help="run finished cells too")
+    parser.add_argument("--fresh", action="store_true", help="run finished settings too")
     parser.add_argument(
         "--any-commit", action="store_true", help="rows of other commits count as results too"
     )
     parser.add_argument(
         "--report", action="store_true", help="in the end write a page of all: RESULTS.html"
     )
-    parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
+    parser.add_argument("--list", action="store_true", help="print the settings, run nothing")
     parser.add_argument(
         "--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)"
     )
-    parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
+    parser.add_argument("--setting", help="this one of the settings alone, as such a task does")
     target, *rest = argv or ["-h"]
     if target.startswith("-") and target not in ("-h", "--help"):
         target = GRID
@@ -613,21 +625,21 @@ def command(argv: list[str]) -> int | None:
         raise ValueError(f"--program {args.program}: {error}") from None
     if not args.program:
         raise ValueError("--program: needs a file, or -m MODULE")
-    if args.slurm:  # the cells are those of its nodes, not of this machine
+    if args.slurm:  # the settings are those of its nodes, not of this machine
         chosen, extra = slurm.split(extra)
-        options = slurm.for_cells(chosen, args.small, args.timeout)
+        options = slurm.for_settings(chosen, args.small, args.timeout)
         os.environ["SWEEP_GPUS"] = str(slurm.gpus(options))
         args.nproc = min(args.nproc, gpus() or args.nproc)
     nproc, flags = parse([f"nproc={args.nproc}", *extra])
     output = {flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}
     tables = studies(target, args.small, nproc, shlex.split(join(flags)))
-    cells = list(dict.fromkeys(itertools.chain(*tables.values())))
-    if args.cell is not None and args.cell not in cells:
+    settings = list(dict.fromkeys(itertools.chain(*tables.values())))
+    if args.setting is not None and args.setting not in settings:
         raise ValueError(
-            f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs"
+            f"--setting '{args.setting}': is no setting of {target} where a machine has {gpus()} GPUs"
         )
     if args.list:
-        return put("\n".join(cells))
+        return put("\n".join(settings))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
     logged = config.parse(shlex.split(join(output)))
@@ -637,12 +649,14 @@ def command(argv: list[str]) -> int | None:
     if args.slurm:
         rows = current(read_rows(args.results), args.any_commit)
         todo = (
-            cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+            settings
+            if args.fresh
+            else sorted(unfinished(settings, rows), key=lambda setting: setting in rows)
         )
         words = [word for word in slurm.split(rest)[1] if word != "--slurm"]
         words = [target, *words, f"--nproc={nproc}", f"--timeout={args.timeout:g}"]
         tell(
-            f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}",
+            f"{len(settings)} settings, {len(settings) - len(todo)} finished before; rows in {args.results}",
             sys.stderr,
         )
         return print(slurm.array(todo, options, words)) if todo else None
@@ -650,11 +664,11 @@ def command(argv: list[str]) -> int | None:
     if args.small:  # at such sizes threads wait for each other more than they compute
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     end_at_signals()  # run() stops its child on the way out
-    return 0 if sweep(tables, args, one=args.cell) else 1
+    return 0 if sweep(tables, args, one=args.setting) else 1
 
 
 def main() -> None:
-    """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
+    """The command line. Exit codes: 0 every setting is finished, 1 some are not, 2 bad input, 128 + signal."""
     try:
         sys.exit(command(sys.argv[1:]))
     except (ValueError, OSError) as error:

@@ -60,14 +60,14 @@ def test_without_a_gpu_the_planners_table_is_printed_and_nothing_is_run(folder, 
     assert rows_in(folder) == []
 
 
-def test_a_cell_has_the_question_that_its_ratio_answers(folder):
+def test_a_setting_has_the_question_that_its_ratio_answers(folder):
     q = question(folder, PLAN)
-    for cell in search.fit_table(q, (4,), (2, 8), 64, LIMIT):
-        asked = dict(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=cell.ratio)
-        assert cell.question == search.replace(q.with_flags(**asked), ranks=cell.ranks)
-        less = cell.question.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
-        assert cell.question.peak().nbytes <= LIMIT
-        assert cell.ratio == 0 or less.peak().nbytes > LIMIT
+    for setting in search.fit_table(q, (4,), (2, 8), 64, LIMIT):
+        asked = dict(batch=setting.micro, grad_accum=setting.accum, remat="block", remat_ratio=setting.ratio)
+        assert setting.question == search.replace(q.with_flags(**asked), ranks=setting.ranks)
+        less = setting.question.with_flags(remat_ratio=max(0, setting.ratio - 0.05))
+        assert setting.question.peak().nbytes <= LIMIT
+        assert setting.ratio == 0 or less.peak().nbytes > LIMIT
 
 
 def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_files(folder, call):
@@ -98,7 +98,7 @@ def test_the_least_ratio_is_found_wherever_the_search_begins(fits_from, first):
 
 @pytest.fixture
 def instead(folder, monkeypatch):
-    """instead(least share that fits) makes runs rows without running them, on a GPU; returns the cells that ran."""
+    """instead(least share that fits) makes runs rows without running them, on a GPU; returns the settings that ran."""
     monkeypatch.setattr(sweep, "gpus", lambda: 1)
     monkeypatch.setattr(sweep, "current", lambda rows, relaxed: rows)
     monkeypatch.setattr(fit, "check_at_once", lambda c, world: None)
@@ -106,12 +106,12 @@ def instead(folder, monkeypatch):
     def begin(fits_from, outcome="OOM fwd", out_of_memory=True, also=()):
         ran = []
 
-        def attempt(cell, args, limit, name, setting):
-            n, flags = sweep.parse(shlex.split(cell))
-            ran.append(cell)
+        def attempt(setting, args, limit, name, flags_of_program):
+            n, flags = sweep.parse(shlex.split(setting))
+            ran.append(setting)
             good = (ratio := float(flags["--remat-ratio"][0])) >= fits_from or ratio in also
-            row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
-                       torch=importlib.metadata.version("torch"), world=sweep.world(n, flags),
+            row = dict(line=setting, outcome="ok" if good or not out_of_memory else outcome, device="a GPU",
+                       date="2026", torch=importlib.metadata.version("torch"), world=sweep.world(n, flags),
                        flags=config.setting(resolved()) | dict(seed=0, remat="block", remat_ratio=ratio),
                        peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
             fit.append_jsonl(args.results, row)
@@ -132,14 +132,14 @@ def test_the_measured_ratio_is_the_least_that_fits(folder, instead, call, out_of
     assert call(ONE)[0] == 0
     *_, answer = rows_in(folder)
     assert (answer["ratio"], answer["outcome"], answer["peak_alloc_mib"]) == (0.6, "ok", 70_000)
-    [cell] = search.fit_table(question(folder, ONE), (4,), (8,), 64, LIMIT)
-    planned = cell.question.answer()
-    assert answer["planned_ratio"] == cell.ratio == 0.85
+    [setting] = search.fit_table(question(folder, ONE), (4,), (8,), 64, LIMIT)
+    planned = setting.question.answer()
+    assert answer["planned_ratio"] == setting.ratio == 0.85
     assert answer["planned_mib"] == round(planned.peak.nbytes / 2**20, 1) <= answer["memory_mib"] == LIMIT / 2**20
     assert answer["planned_ms"] == round(1e3 * planned.time.seconds, 1)
     tried = {ratio: end for ratio, _, end in answer["tried"]}
     assert tried[0.55] == ("OOM fwd" if out_of_memory else "ok") and tried[0.6] == "ok" and len(tried) == len(ran)
-    assert all("--random" in cell and "--world 4" in cell and "--batch 8" in cell for cell in ran)
+    assert all("--random" in setting and "--world 4" in setting and "--batch 8" in setting for setting in ran)
     before = len(rows_in(folder))
     ran = instead(0.6)
     call(ONE)
@@ -150,7 +150,7 @@ def test_a_file_of_data_that_is_given_is_left_alone(folder, instead, call):
     ran = instead(0.0)
     (folder / "mine.jsonl").write_text("mine")
     assert call(f"{ONE} --data={folder}/mine.jsonl")[0] == 0
-    assert (folder / "mine.jsonl").read_text() == "mine" and all("mine.jsonl" in cell for cell in ran)
+    assert (folder / "mine.jsonl").read_text() == "mine" and all("mine.jsonl" in setting for setting in ran)
     assert not (folder / "rows.data.jsonl").exists()
 
 

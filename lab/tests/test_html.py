@@ -131,7 +131,7 @@ def test_a_page_of_simulated_ranks_has_their_collectives_and_no_curve(train):
     assert "all-gather" in page.read_text()
 
 
-def test_report_of_a_sweep_is_a_page_of_its_cells(tmp_path):
+def test_report_of_a_sweep_is_a_page_of_its_settings(tmp_path):
     words = "--small --lr 1e-3 3e-3 --eval-every 2 --steps 4 --nproc 1 --report".split()
     words = [sys.executable, "-m", "lab.sweeps.sweep", *words, "--results", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

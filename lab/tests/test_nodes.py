@@ -79,11 +79,11 @@ def test_ranks_that_cannot_be_compared_are_one_line(argv, world, message, capfd,
 def test_modes_are_those_that_fit_the_ranks():
     c = flags.parse(TINY)
     cpu = torch.device("cpu")
-    found = nodes.cells(None, c, cpu, 6)
+    found = nodes.settings_of(None, c, cpu, 6)
     assert [*found] == "replicate fully_shard hybrid_shard:2 hybrid_shard:3".split()
     assert [(own.mode, own.replicas) for own in found.values()][2:] == [("hybrid_shard", 2), ("hybrid_shard", 3)]
     with pytest.raises(ValueError, match="^--replicas 4: must divide the 6 ranks"):
-        nodes.cells(["hybrid_shard:4"], c, cpu, 6)
+        nodes.settings_of(["hybrid_shard:4"], c, cpu, 6)
 
 
 def test_a_group_is_inside_a_node_across_nodes_or_both_and_a_simulated_world_has_a_link_for_each():
@@ -111,7 +111,7 @@ def test_the_committed_rows_are_tables_a_link_and_a_figure(tmp_path):
         assert f"{100 * ((row['compute_ms'] + row['link_ms']) / row['step_ms'] - 1):+.0f}" == off
     best, _, _ = sorted(modes[:3], key=lambda row: row["step_ms"])
     said = nodes.told(rows[:6])
-    assert f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step; " in said
+    assert f"{best['line']} pays on this network: {best['step_ms']:.1f} ms a step; " in said
     assert "across, 2 ranks: latency 582 us, bandwidth of a rank 0.0106 GB/s, residual 38 %" in said
     pytest.importorskip("matplotlib")
     nodes.draw(rows, str(tmp_path / "a.png"))
@@ -127,7 +127,7 @@ def test_two_ranks_of_one_host_are_one_link_two_modes_and_what_was_predicted_of_
     assert done.returncode == 0, done.stderr[-3000:]
     link, *modes = rows_of(results)
     assert (link["setting"]["link"], link["setting"]["ranks"], link["nbytes"]) == ("inside", 2, [100_000, 1_000_000])
-    assert [row["cell"] for row in modes] == ["replicate", "fully_shard"] and "pays on this network: " in done.stdout
+    assert [row["line"] for row in modes] == ["replicate", "fully_shard"] and "pays on this network: " in done.stdout
     ms, ms_per_byte = 1e-3 * link["link"]["alpha_us"], 1e-6 / (link["link"]["gb_per_s"] or 1e9)  # which may not be seen
     for row in modes:
         assert row["n"] == 2 and min(row[f"{name}_ms_min"] for name in ("step", "compute", "simulated")) > 0

@@ -87,7 +87,7 @@ def test_the_simulated_peak_is_that_of_a_real_step_within_1_percent(line, one_th
 
 def again(recorded: dict, results, command: str = "lab.benchmarks.peaks") -> dict:
     """The row of the same flags as those of a recorded row."""
-    flags_ = sweep.join(sweep.parse(shlex.split(recorded["cell"]))[1])
+    flags_ = sweep.join(sweep.parse(shlex.split(recorded["line"]))[1])
     done = module(command, *shlex.split(flags_), "--results", str(results))
     assert done.code == 0, done.err
     return read_jsonl(results)[-1]
@@ -105,7 +105,7 @@ def check(found: dict, recorded: dict) -> None:
 
 
 def name_of(row: dict) -> str:
-    return f"N={row['world']} {row['cell'].partition(' ')[2]}"
+    return f"N={row['world']} {row['line'].partition(' ')[2]}"
 
 
 RECORDED = read_jsonl(ROOT / "results/peaks.jsonl")  # of settings/peaks.txt

@@ -256,9 +256,9 @@ def fit_of_qwen() -> dict[tuple[int, int], float]:
 
 
 def test_the_published_table_of_what_fits(tmp_path):
-    """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, for 4096
+    """All settings of several GPUs but the one that the others contradict (below), within one step of 0.05, for 4096
     tokens (not published), logits kept in fp32, and 5 GiB that are not the step's. Ours may need less, since theirs is
-    Inductor's own order: two cells by up to four steps."""
+    Inductor's own order: two settings by up to four steps."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
     q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
     limit = q.gpu.memory - 5 * 2**30
@@ -275,7 +275,7 @@ def test_the_published_table_of_what_fits(tmp_path):
     assert not fits(4, 4, 0.5)  # as the table says
 
 
-def test_a_cell_of_the_published_table_contradicts_others():
+def test_a_setting_of_the_published_table_contradicts_others():
     """docs/planner.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
     ac = fit_of_qwen()
     step = 0.05
@@ -287,9 +287,9 @@ def test_a_cell_of_the_published_table_contradicts_others():
 
 def test_the_least_recomputation_that_fits():
     q = question("--remat", "block", ranks=8)
-    cells = search.fit_table(q, (2, 8), (4, 8), 64, 12 * 2**30)
-    assert [(c.ranks, c.micro, c.accum) for c in cells] == [(2, 4, 8), (2, 8, 4), (8, 4, 2), (8, 8, 1)]
-    for c in cells:
+    settings = search.fit_table(q, (2, 8), (4, 8), 64, 12 * 2**30)
+    assert [(c.ranks, c.micro, c.accum) for c in settings] == [(2, 4, 8), (2, 8, 4), (8, 4, 2), (8, 8, 1)]
+    for c in settings:
         new = search.replace(q.with_flags(batch=c.micro, grad_accum=c.accum, remat_ratio=c.ratio or 0.0), ranks=c.ranks)
         assert c.ratio is None or new.peak().nbytes <= 12 * 2**30
 

@@ -278,8 +278,8 @@ def counted(monkeypatch, module, name):
 @needs_matplotlib
 def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folder, monkeypatch, report):
     """Counts, not seconds: twice as many more rows take twice as many more calls, four times were their square. Each
-    line is decoded and checked once, each cell parsed at most twice, the table made once, and the figures are as many
-    as of few rows."""
+    line is decoded and checked once, each setting parsed at most twice, the table made once, and the figures are as
+    many as of few rows."""
     from matplotlib.figure import Figure
 
     from lab.report import plots
@@ -296,13 +296,13 @@ def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folde
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (saved.append(path.name), path.touch()))
 
     def calls(count, start):
-        """Of functions, for the page of so many rows, each of a setting of its own: no cache knows its cell."""
-        cell = line("depth", True, depth=1)
+        """Of functions, for the page of so many rows, each of a setting of its own: no cache knows its setting."""
+        setting = line("depth", True, depth=1)
         sent = {"all_gather": dict(n=1, mib=1, ms=1)}
-        made = [row(f"{cell} --lr {start + i}", CPU, mib=9999 - i, ms=1 + i, width=128 + i // 9, remat_ratio=i % 9 / 10,
-                    run=f"{start + i}", collectives=sent) for i in range(count)]  # fmt: skip
+        made = [row(f"{setting} --lr {start + i}", CPU, mib=9999 - i, ms=1 + i, width=128 + i // 9,
+                    remat_ratio=i % 9 / 10, run=f"{start + i}", collectives=sent) for i in range(count)]  # fmt: skip
         for each in made[::3]:
-            each["cell"] = None
+            each["line"] = None
         for each in made[-6:]:
             logged(folder / "rows.steps", each["run"], [(1,), (5,)])
         path = save(folder / "rows.jsonl", made)

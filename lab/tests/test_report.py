@@ -34,20 +34,20 @@ needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib")
 
 
 def line(axis, small=False, n=2, **flags):
-    """The first cell of an axis that has these flags, on n ranks where its line names none."""
+    """The first setting of an axis that has these flags, on n ranks where its line names none."""
     wanted = {(f"--{name.replace('_', '-')}", (str(value),)) for name, value in flags.items()}
-    for cell in sweep.read_cells(axis, small, n, ["--steps", "30"]):
-        ranks, has = sweep.parse(shlex.split(cell))
+    for setting in sweep.read_settings(axis, small, n, ["--steps", "30"]):
+        ranks, has = sweep.parse(shlex.split(setting))
         if wanted <= set(has.items()) and int(has.get("--world", [ranks])[0]) == n:
-            return cell
+            return setting
     raise AssertionError(f"no such line: {axis} {flags} on {n} ranks")
 
 
-def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
+def row(setting, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
     """A row as main.py writes it."""
-    n, flags = sweep.parse(shlex.split(cell))
+    n, flags = sweep.parse(shlex.split(setting))
     given = sweep.given(flags) | {key: value for key, value in more.items() if key in DEFAULT}
-    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(cell=cell)
+    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(line=setting)
     found["flags"] = DEFAULT | REFERENCE_FLAGS | given
     found |= dict(world=f"{given['world']}(sim {given['link']})" if "world" in given else n, outcome=outcome)
     found["peak_alloc_mib" if on is GPU else "peak_rss_mib"] = mib
@@ -57,9 +57,9 @@ def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
 
 
 def table(axis, made, small=False):
-    """(text above, rows as dicts of column -> cell; a title that comes again has the one before it in front)."""
+    """(text above, rows as dicts of column -> setting; a title that comes again has the one before it in front)."""
     above, text = tables.section(axis, made, small)
-    head, _, *body = ([cell.strip() for cell in each.split("|")[1:-1]] for each in text.split("\n"))
+    head, _, *body = ([setting.strip() for setting in each.split("|")[1:-1]] for each in text.split("\n"))
     head = [f"{head[i - 1]} {title}" if head.count(title) > 1 else title for i, title in enumerate(head)]
     return above, [dict(zip(head, each, strict=True)) for each in body]
 
@@ -93,19 +93,19 @@ def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, publis
 @pytest.mark.parametrize("small", [False, True])
 def test_every_line_of_every_axis_finds_its_row(small):
     for axis in sweep.axes():
-        cells = sweep.read_cells(axis, small, 2, "--steps 7 --seed 3".split())
-        made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
+        settings = sweep.read_settings(axis, small, 2, "--steps 7 --seed 3".split())
+        made = [row(setting, CPU if small else GPU, mib=1000 + i) for i, setting in enumerate(settings)]
         found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
-        assert sorted(ours["cell"] for ours in found) == sorted(cells), axis
-        other = [row(f"{cell} --clip 2", CPU if small else GPU) for cell in cells]
+        assert sorted(ours["line"] for ours in found) == sorted(settings), axis
+        other = [row(f"{setting} --clip 2", CPU if small else GPU) for setting in settings]
         with pytest.raises(ValueError, match=f"^{axis}: no row"):
             rows.entries(axis, other, small)
 
 
 def test_a_line_that_names_its_ranks_takes_no_other():
-    cell = line("gpus", n=4, batch=8)
+    setting = line("gpus", n=4, batch=8)
     with pytest.raises(ValueError, match="no row"):
-        rows.entries("gpus", [row(cell, world=5)], False)
+        rows.entries("gpus", [row(setting, world=5)], False)
 
 
 def test_the_flops_of_the_recomputed_mfu_are_the_models():
@@ -190,10 +190,11 @@ def test_outcomes_stand_on_both_sides():
 
 
 def test_the_last_row_that_is_ok_counts_for_each_device():
-    cell = line("depth", depth=4)
+    setting = line("depth", depth=4)
     old = {"date": "2026-11-01"}
-    made = [row(cell, mib=1), row(cell, mib=2), row(cell, outcome="OOM fwd"), row(cell, torch="2.14.0+cu126", mib=4),
-            row(cell, mib=5, **old), sweep.failed_row(cell, "timeout") | {"torch": GPU["torch"]}]  # fmt: skip
+    made = [row(setting, mib=1), row(setting, mib=2), row(setting, outcome="OOM fwd"),
+            row(setting, torch="2.14.0+cu126", mib=4), row(setting, mib=5, **old),
+            sweep.failed_row(setting, "timeout") | {"torch": GPU["torch"]}]  # fmt: skip
     for each in made[:4]:
         each["date"] = "2026-11-02"
     found = [each for each in table("depth", made)[1] if each["n"]]
@@ -202,7 +203,7 @@ def test_the_last_row_that_is_ok_counts_for_each_device():
 
 def test_lines_cut_short_are_passed_over(tmp_path):
     path = save(tmp_path / "rows.jsonl", [row(line("depth", depth=4))])
-    path.write_text('{"cell": "--de\n[1]\n' + path.read_text() + '{"cell"')
+    path.write_text('{"line": "--de\n[1]\n' + path.read_text() + '{"setting"')
     assert [each["file"] for each in rows.read([path])] == ["rows.jsonl"]
 
 
@@ -388,7 +389,7 @@ def test_a_bad_mark_is_named_with_its_line(copy, refused, mark, said):
 def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, report, refused):
     def made(commit, ms, **flags):
         measured = dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1)
-        return row(line("depth", **flags)) | dict(commit=commit * 10, cell=None) | measured
+        return row(line("depth", **flags)) | dict(commit=commit * 10, line=None) | measured
 
     old = [made("aaaa", 9.0, depth=2), made("aaaa", 10.0, depth=4)]
     new = [made("bbbb", 5.0, depth=4), made("bbbb", 7.0, depth=8)]
@@ -405,7 +406,7 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, report, 
 
 def test_a_row_of_a_commit_counts_before_a_later_one_of_uncommitted_changes_which_is_marked(copy, report):
     def made(ms, dirty):
-        return row(line("depth", depth=4), ms=ms) | dict(cell=None, dirty=dirty, world=1)
+        return row(line("depth", depth=4), ms=ms) | dict(line=None, dirty=dirty, world=1)
 
     save(copy / "clean.jsonl", [made(10, False), made(20, True)]), save(copy / "dirty.jsonl", [made(5, True)])
     title, _, only = report("clean.jsonl dirty.jsonl").strip().splitlines()
@@ -414,9 +415,9 @@ def test_a_row_of_a_commit_counts_before_a_later_one_of_uncommitted_changes_whic
 
 
 def told_runs(*settings):
-    """Rows of runs of main.py without a cell, each with its name."""
+    """Rows of runs of main.py without a setting, each with its name."""
     rows = [row("nproc=1 --depth 1", CPU, **more) for more in settings]
-    return [each | dict(cell=None, run=f"run-{i}") for i, each in enumerate(rows)]
+    return [each | dict(line=None, run=f"run-{i}") for i, each in enumerate(rows)]
 
 
 def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_ratio(copy, report):
@@ -435,7 +436,7 @@ def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_rati
 
 def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, report):
     def made(ms):
-        return [row(line("depth", depth=4), ms=ms) | dict(cell=None, world=world, loss=loss, eval_loss=loss)
+        return [row(line("depth", depth=4), ms=ms) | dict(line=None, world=world, loss=loss, eval_loss=loss)
                 for world, loss in ((1, 2.5), ("8(sim ndr-ib)", 7.75))]  # fmt: skip
 
     save(copy / "a.jsonl", made(10)), save(copy / "b.jsonl", made(20))
@@ -477,6 +478,6 @@ def test_without_an_axis_all_that_have_rows_are_printed(copy, report):
     assert [each for each in report("").split() if each.startswith("**")] == ["**depth**:", "**width**:"]
 
 
-def test_a_simulated_peak_s_cell_names_its_ranks():
+def test_a_simulated_peak_s_setting_names_its_ranks():
     rows = [json.loads(line) for line in (ROOT / "results/peaks.jsonl").read_text().splitlines()]
-    assert len(rows) == 42 and [row["cell"] for row in rows if f"--world {row['world']}" not in row["cell"]] == []
+    assert len(rows) == 42 and [row["line"] for row in rows if f"--world {row['world']}" not in row["line"]] == []

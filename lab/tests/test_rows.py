@@ -26,7 +26,7 @@ def test_a_default_that_changes_changes_no_setting_of_a_row(monkeypatch):
             monkeypatch.setattr(field, "default", "changed")
     assert [rows.setting(new, name) for name in NEW] == before
     with pytest.raises(ValueError, match="^the row of '--depth 8' does not say what remat was"):
-        rows.setting({"cell": "--depth 8", "flags": {"depth": 8}}, "remat")
+        rows.setting({"line": "--depth 8", "flags": {"depth": 8}}, "remat")
 
 
 def test_every_row_here_holds_its_whole_setting():

@@ -34,7 +34,7 @@ with open("starts", "a") as file: file.write(how + "\\n")
 while how.startswith("until") and not os.path.exists(how): time.sleep(0.1)
 if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
 with open(flags["--results"], "a") as file:
-    file.write(json.dumps({"cell": os.environ["SWEEP_CELL"], "outcome": "ok"}) + "\\n")
+    file.write(json.dumps({"line": os.environ["SWEEP_LINE"], "outcome": "ok"}) + "\\n")
 """
 
 
@@ -48,7 +48,7 @@ def cluster(tmp_path):
 
 def launch(*words, **env):
     """launch.sh WORDS as a user types it: its exit code, stdout and stderr."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("NPROC", "CELL_TIMEOUT")}
+    ours = {k: v for k, v in os.environ.items() if k not in ("NPROC", "SETTING_TIMEOUT")}
     ours |= {"NO_INSTALL": "1", "PYTHON": sys.executable} | env
     done = subprocess.run([str(ROOT / "launch.sh"), *words], env=ours, capture_output=True, text=True, cwd="/")
     return done.returncode, done.stdout, done.stderr
@@ -121,9 +121,9 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
     ("slurm --depht 2", "Unrecognized options Unrecognized options: --depht, 2 Perhaps you meant: --depth INT"),
     ("slurm --depth 2.5", "Value error Error parsing --depth"),
     ("slurm --nodes 3 --gpus-per-node 1 --mode hybrid_shard", "error: --replicas 2: must divide the 3 ranks"),
-    ("sweep depth --slurm --nodes 2", "sweep: --nodes 2: a cell runs on one node; leave it out"),
+    ("sweep depth --slurm --nodes 2", "sweep: --nodes 2: a setting runs on one node; leave it out"),
     ("sweep depth --slurm --time 1h", "sweep: --time 1h: must be minutes, hours:mm:ss or days-hours"),
-    ("sweep depth --small --cell x", "sweep: --cell 'x': is no cell of depth where a machine has 0 GPUs"),
+    ("sweep depth --small --setting x", "sweep: --setting 'x': is no setting of depth where a machine has 0 GPUs"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(words, said, monkeypatch, capsys):
     command, *given = words.split()
@@ -186,42 +186,42 @@ def test_a_container_wraps_the_command_of_every_node(played):
     assert "--nv" not in printed("slurm", "--container", "my.sif", *CPU.split())
 
 
-def test_an_array_has_a_task_for_each_cell_that_is_missing_as_its_nodes_would_run_it(tmp_path):
+def test_an_array_has_a_task_for_each_setting_that_is_missing_as_its_nodes_would_run_it(tmp_path):
     rows = tmp_path / "rows.jsonl"
     words = ("sweep", "gpus", "--slurm", "--lr", "1e-3", "3e-3", "--timeout", "600")
     code, script, err = launch(*words, "--gpus-per-node", "4", "--results", str(rows), "--partition=x")
-    cells = re.findall(r"^  '(.+)'$", script, re.M)
+    settings = re.findall(r"^  '(.+)'$", script, re.M)
     listed = launch("sweep", "gpus", "--list", "--lr", "1e-3", "3e-3", SWEEP_GPUS="4")[1].splitlines()
-    assert (code, cells) == (0, listed) and any(cell.startswith("nproc=4 ") for cell in cells)
-    assert any("--world 8" in cell for cell in cells), "more ranks than a node has GPUs are simulated"
-    lines = {f"--array=0-{len(cells) - 1}", "--time=15", "--nodes=1", "--gpus-per-node=4", "--partition=x"}
+    assert (code, settings) == (0, listed) and any(setting.startswith("nproc=4 ") for setting in settings)
+    assert any("--world 8" in setting for setting in settings), "more ranks than a node has GPUs are simulated"
+    lines = {f"--array=0-{len(settings) - 1}", "--time=15", "--nodes=1", "--gpus-per-node=4", "--partition=x"}
     assert lines <= {line.removeprefix("#SBATCH ") for line in script.splitlines()}
-    task = f"./launch.sh sweep gpus --lr 1e-3 3e-3 --timeout 600 --results {rows} --nproc=2 --timeout=600 --cell "
-    assert script.endswith(task + '"${cells[SLURM_ARRAY_TASK_ID]}"\n') and "bash -c" in script.splitlines()[-1]
+    task = f"./launch.sh sweep gpus --lr 1e-3 3e-3 --timeout 600 --results {rows} --nproc=2 --timeout=600 --setting "
+    assert script.endswith(task + '"${settings[SLURM_ARRAY_TASK_ID]}"\n') and "bash -c" in script.splitlines()[-1]
 
     kinds = dict(gpu="NVIDIA H100", cpu="CPU x", failed="NVIDIA H100")
-    about = [dict(cell=cell, device=device, outcome="failed: x" if kind == "failed" else "ok")
-             for cell, (kind, device) in zip(cells, kinds.items(), strict=False)]  # fmt: skip
+    about = [dict(line=setting, device=device, outcome="failed: x" if kind == "failed" else "ok")
+             for setting, (kind, device) in zip(settings, kinds.items(), strict=False)]  # fmt: skip
     rows.write_text("".join(json.dumps(row) + "\n" for row in about))
     code, script, err = launch(*words, "--gpus-per-node", "4", "--results", str(rows))
     left = re.findall(r"^  '(.+)'$", script, re.M)
-    assert sorted(left) == sorted(cells[1:]) and left[-1] == cells[2]  # what failed comes last
-    assert err == f"{len(cells)} cells, 1 finished before; rows in {rows}\n"
-    rows.write_text("".join(json.dumps(dict(cell=cell, outcome="ok")) + "\n" for cell in cells))
+    assert sorted(left) == sorted(settings[1:]) and left[-1] == settings[2]  # what failed comes last
+    assert err == f"{len(settings)} settings, 1 finished before; rows in {rows}\n"
+    rows.write_text("".join(json.dumps(dict(line=setting, outcome="ok")) + "\n" for setting in settings))
     assert launch(*words, "--gpus-per-node", "4", "--results", str(rows))[:2] == (0, "")
 
 
-def test_a_task_runs_its_cell_alone_and_leaves_out_what_another_process_runs(tmp_path):
+def test_a_task_runs_its_setting_alone_and_leaves_out_what_another_process_runs(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.replace('"starts"', f'"{tmp_path}/starts"'))
-    (tmp_path / "cells.txt").write_text("--seed a\n--seed b\n--seed c\n")
-    words = ["sweep", f"{tmp_path}/cells.txt", "--program", f"{tmp_path}/program.py", "--nproc", "1",
+    (tmp_path / "settings.txt").write_text("--seed a\n--seed b\n--seed c\n")
+    words = ["sweep", f"{tmp_path}/settings.txt", "--program", f"{tmp_path}/program.py", "--nproc", "1",
              "--results", f"{tmp_path}/rows.jsonl"]  # fmt: skip
-    code, out, err = launch(*words, "--cell", "nproc=1 --seed b")
-    assert code == 0 and "| 1 | --seed b | ok |" in out and "1 cells, 0 finished before" in out, err
+    code, out, err = launch(*words, "--setting", "nproc=1 --seed b")
+    assert code == 0 and "| 1 | --seed b | ok |" in out and "1 settings, 0 finished before" in out, err
     folder = sweep.place("nproc=1 --seed c", tmp_path / "rows.jsonl")
     with slurm_script.claimed(folder, wait=False) as free:
         assert free
-        code, out, _ = launch(*words)  # a whole sweep shares the cells, too
+        code, out, _ = launch(*words)  # a whole sweep shares the settings, too
     assert code == 1 and f"left out: pid {os.getpid()} on host {socket.gethostname()} runs it" in out
     assert (tmp_path / "starts").read_text().split() == ["b", "a"]
     assert launch(*words)[0] == 0 and (tmp_path / "starts").read_text().split() == ["b", "a", "c"]
@@ -289,11 +289,11 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_row_names_it(cluster, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.hosts
-def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(cluster, tmp_path):
+def test_an_array_runs_each_setting_once_though_it_is_submitted_twice_and_requeued(cluster, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.replace('"starts"', f'"{tmp_path}/starts"').replace(
         "os.path.exists(how)", f'os.path.exists("{tmp_path}/" + how)'))  # fmt: skip
-    (tmp_path / "cells.txt").write_text("--seed until1\n--seed ok\n--seed until2\n--seed killed\n")
-    words = ["sweep", f"{tmp_path}/cells.txt", "--program", f"{tmp_path}/program.py", "--slurm", *CPU.split(),
+    (tmp_path / "settings.txt").write_text("--seed until1\n--seed ok\n--seed until2\n--seed killed\n")
+    words = ["sweep", f"{tmp_path}/settings.txt", "--program", f"{tmp_path}/program.py", "--slurm", *CPU.split(),
              "--results", f"{tmp_path}/rows.jsonl", "--nproc", "1"]  # fmt: skip
 
     def submit(script, *options):
@@ -312,7 +312,7 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
     assert "| 1 | --seed until1 | ok |" in cluster.said(running)
 
     code, script, err = launch(*words)
-    assert "--array=0-2\n" in script and "4 cells, 1 finished before" in err
+    assert "--array=0-2\n" in script and "4 settings, 1 finished before" in err
     one = submit(script)
     other = submit(script)
     wait_for(lambda: "until2" in starts())
@@ -322,14 +322,14 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
     (tmp_path / "until2").touch()
     cluster.call("scontrol", "update", f"JobId={task}", "StartTime=now")
     wait_for(lambda: not cluster.call("squeue", "-h"), poll=1)
-    told = {row["cell"].split()[-1]: row["outcome"] for row in rows(tmp_path / "rows.jsonl")}
+    told = {row["line"].split()[-1]: row["outcome"] for row in rows(tmp_path / "rows.jsonl")}
     killed = "failed: exit -9 (SIGKILL): no output"
     assert told == {"until1": "ok", "ok": "ok", "until2": "ok", "killed": killed}
     found = starts()
     assert [found.count(how) for how in ("until1", "ok", "until2")] == [1, 1, 2]  # requeued: begun twice, one row
     assert len(rows(tmp_path / "rows.jsonl")) == 3 + found.count("killed")
     code, script, err = launch(*words)
-    assert code == 0 and "--seed killed'\n" in script and "--array=0-0\n" in script and "4 cells, 3 finished" in err
+    assert code == 0 and "--seed killed'\n" in script and "--array=0-0\n" in script and "4 settings, 3 finished" in err
 
 
 def said(cluster, job, task=0):

@@ -21,7 +21,7 @@ from lab.sweeps import sweep
 
 PROGRAM = Path(mlp.__file__)
 TINY = "--device cpu --width 16 --seqlen 8 --blocks 2 --batch 2 --vocab 32 --grow 2 --steps 5".split()
-KEYS = """date commit dirty torch device world width seqlen batch compile param_dtype reduce_dtype flags outcome cell
+KEYS = """date commit dirty torch device world width seqlen batch compile param_dtype reduce_dtype flags outcome line
 init_mib pre_step0_mib first_step_peak_mib second_step_peak_mib peak_rss_mib step_ms step_ms_min step_ms_max n compile_s
 loss after_model_mib after_data_parallel_mib""".split()  # but for the MLP's own those of main.py
 MIB = 2**20
@@ -48,8 +48,8 @@ def row_of(argv: str, code: int = 0, world: int = 1) -> dict:
 
 def switches_of(table: str) -> list[str]:
     """The flags of each row of a published table, as words."""
-    [cells] = sweep.studies(str(mlp.CELLS / f"{table}.txt"), False, 4, []).values()
-    return [cell.split(" ", 1)[1] for cell in cells]
+    [settings] = sweep.studies(str(mlp.SETTINGS / f"{table}.txt"), False, 4, []).values()
+    return [setting.split(" ", 1)[1] for setting in settings]
 
 
 def published(name: str) -> list[dict]:
@@ -95,7 +95,7 @@ def test_eager_peaks_are_the_published_ones(monkeypatch, row, ranks, cuda):
 
 
 def test_every_published_row_has_its_switches():
-    names = {path.stem for path in mlp.CELLS.iterdir()}
+    names = {path.stem for path in mlp.SETTINGS.iterdir()}
     assert names == set(get_args(get_args(get_type_hints(mlp.Config)["table"])[0]))
     for name in names:
         for row, each in zip(published(name), switches_of(name), strict=True):
@@ -220,7 +220,7 @@ def cells_of(line: str) -> list[str]:
 def test_a_table_runs_its_rows_on_two_ranks_and_records_the_bad_one(monkeypatch, capsys):
     bad = "nproc=1 --no-data-parallel --compile model --compile-options triton.cudagraphs=True"
     Path("meta_init.txt").write_text(f"--init meta\n{bad}\n")
-    monkeypatch.setattr(mlp, "CELLS", Path("."))
+    monkeypatch.setattr(mlp, "SETTINGS", Path("."))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert mlp.table(mlp.parse([*TINY, "--table", "meta_init", "--nproc", "2", "--results", "rows.jsonl"])) == 1
     title, _, head, _, first, second = capsys.readouterr().out.splitlines()[-6:]
@@ -239,11 +239,11 @@ def test_a_second_call_runs_only_what_has_no_result(monkeypatch, capsys):
     ends = {"--no-reshard": "ok", "--autocast": "OOM bwd"}
     started = []
 
-    def run(cell, program, timeout, log, name):
-        started.append(cell)
-        outcome = next((end for flag, end in ends.items() if flag in cell.split()), None)
+    def run(setting, program, timeout, log, name):
+        started.append(setting)
+        outcome = next((end for flag, end in ends.items() if flag in setting.split()), None)
         if outcome:
-            row = {"cell": cell, "outcome": outcome, "world": 4, "step_ms": 1234.5, "init_mib": 3072.0}
+            row = {"line": setting, "outcome": outcome, "world": 4, "step_ms": 1234.5, "init_mib": 3072.0}
             row |= {"peak_alloc_mib": 40977.25, "device": "a GPU", "torch": "2.13", "commit": "c" * 40}
             Path(program[program.index("--results") + 1]).open("a").write(json.dumps(row) + "\n")
         return None if outcome == "ok" else "exit 9: killed"
@@ -263,8 +263,8 @@ def test_a_second_call_runs_only_what_has_no_result(monkeypatch, capsys):
     assert sweep.parse(started[0].split())[0] == 1  # not sharded: one process
     started.clear()
     mlp.table(mlp.parse(argv))
-    assert len(started) == 6 and not any(end in cell for cell in started for end in ("--no-reshard", "--autocast"))
+    assert len(started) == 6 and not any(end in line for line in started for end in ("--no-reshard", "--autocast"))
     started.clear()
     mlp.table(mlp.parse([*argv, "--fresh", "--world", "8", "--small"]))
-    assert len(started) == 10 and sum("--world 8" in cell for cell in started) == 6
-    assert all(cell.startswith("nproc=1 ") and "--width 64" in cell and "--steps 30" in cell for cell in started)
+    assert len(started) == 10 and sum("--world 8" in setting for setting in started) == 6
+    assert all(line.startswith("nproc=1 ") and "--width 64" in line and "--steps 30" in line for line in started)

@@ -1,6 +1,6 @@
-"""Cells of sweeps, lab/sweeps/sweep.py: what lines of a file and the named axes become. No cell is run.
+"""Settings of sweeps, lab/sweeps/sweep.py: what lines of a file and the named axes become. No setting is run.
 
-    pytest lab/tests/test_cells.py        # seconds
+    pytest lab/tests/test_settings.py        # seconds
 """
 
 import csv
@@ -17,7 +17,7 @@ from lab.sweeps import sweep
 from trainer import config
 
 GRID = """\
-# {not,a,cell}
+# {not,a,setting}
 --depth {1,2} --width {64,128 --no-reshard}
 [full] --lr 1 ranks=4
 --seed {3}
@@ -27,22 +27,22 @@ GRID = """\
 """
 
 
-def test_braces_and_sections_make_the_cells_of_a_file(tmp_path, monkeypatch):
+def test_braces_and_sections_make_the_settings_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "gpus", lambda: 1)
-    (tmp_path / "cells").write_text(GRID)
+    (tmp_path / "settings").write_text(GRID)
     grid = [f"nproc=1 --depth {d} {w}" for d in (1, 2) for w in ("--width 64", "--no-reshard --width 128")]
-    full = sweep.read_cells(str(tmp_path / "cells"), False, 1, [])
+    full = sweep.read_settings(str(tmp_path / "settings"), False, 1, [])
     assert full == [*grid, "nproc=1 --link h100-nvlink --lr 1 --seed 3 --world 4"]
-    small = [sweep.parse(cell.split()) for cell in sweep.read_cells(str(tmp_path / "cells"), True, 1, [])]
+    small = [sweep.parse(setting.split()) for setting in sweep.read_settings(str(tmp_path / "settings"), True, 1, [])]
     assert [n for n, _ in small] == [1, 1, 1, 1, 2, 2]
     assert [flags.get("--clip") for _, flags in small[4:]] == [("2",), ("0",)]
 
 
-def test_the_small_cells_are_those_that_have_been_run():
-    """A cell that were called otherwise would be run again."""
+def test_the_small_settings_are_those_that_have_been_run():
+    """A setting that were called otherwise would be run again."""
     rows = sweep.current(sweep.read_rows(ROOT / "results" / "sweep-all-small.jsonl"), relaxed=True)
-    for axis, cells in sweep.studies("all", True, 2, []).items():
-        assert axis == "attention" or sweep.unfinished(cells, rows) == [], axis  # of which some have not been run
+    for axis, settings in sweep.studies("all", True, 2, []).items():
+        assert axis == "attention" or sweep.unfinished(settings, rows) == [], axis  # of which some have not been run
 
 
 def test_an_unknown_axis_lists_the_known(monkeypatch, capsys):
@@ -60,9 +60,9 @@ def parsed(*words):
     return config.parse(words)
 
 
-def resolved(cell, device):
+def resolved(setting, device):
     """(what main.py would train, the ranks that it is started on); every flag goes through its parser, but once."""
-    nproc, flags = sweep.parse(shlex.split(cell))
+    nproc, flags = sweep.parse(shlex.split(setting))
     groups = {name: getattr(parsed(), name) for name in ("training", "system", "output")}
     for flag, values in flags.items():
         name = flag[2:].removeprefix("no-").replace("-", "_")
@@ -74,26 +74,28 @@ def resolved(cell, device):
 
 
 @pytest.mark.parametrize("gpus", ["small", 1, 4, 8])
-def test_main_accepts_every_cell_of_every_axis_but_the_bad_shapes_and_no_two_are_the_same(monkeypatch, gpus):
+def test_main_accepts_every_setting_of_every_axis_but_the_bad_shapes_and_no_two_are_the_same(monkeypatch, gpus):
     small = gpus == "small"
     refused = set()
     seen = {}
     monkeypatch.setattr(sweep, "gpus", lambda: 0 if small else gpus)
-    everything = sweep.read_cells("all", small, 2, [])
+    everything = sweep.read_settings("all", small, 2, [])
     for axis in sweep.axes():
-        cells = sweep.read_cells(axis, small, 2, [])
-        assert len(cells) >= 3 and (axis.startswith("gpu-") or set(cells) <= set(everything)), axis
-        for cell in cells:
-            assert not small or "--device cpu" in cell and "flex" not in cell  # what a CPU cannot do is not asked of it
+        settings = sweep.read_settings(axis, small, 2, [])
+        assert len(settings) >= 3 and (axis.startswith("gpu-") or set(settings) <= set(everything)), axis
+        for setting in settings:
+            # What a CPU cannot do is not asked of it.
+            assert not small or "--device cpu" in setting and "flex" not in setting
             try:
-                config_, nproc = resolved(cell, "cpu" if small else "cuda")
+                config_, nproc = resolved(setting, "cpu" if small else "cuda")
                 assert nproc <= (2 if axis in ("gpus", "wrappers") and small else max(2, gpus if not small else 2))
                 if not axis.startswith("gpu-"):
-                    assert seen.setdefault((config_.training, config_.system, nproc), cell) == cell
+                    assert seen.setdefault((config_.training, config_.system, nproc), setting) == setting
             except ValueError as error:
                 assert str(error).startswith("--grouping 4: must divide the 6 heads")
-                refused.add((axis, cell))
-    assert {(axis, "--width 96 " in cell or "--width 768 " in cell) for axis, cell in refused} == {("width", True)}
+                refused.add((axis, setting))
+    odd_width = {(axis, "--width 96 " in line or "--width 768 " in line) for axis, line in refused}
+    assert odd_width == {("width", True)}
     assert len(refused) == 1 and len(seen) == len(everything) - 1
 
 
@@ -103,7 +105,7 @@ def test_the_published_tables_are_covered(monkeypatch):
         return {tuple(line[column] for column in columns) for line in lines}
 
     def ours(axis, *flags):
-        found = [sweep.parse(shlex.split(cell)) for cell in sweep.read_cells(axis, False, 2, [])]
+        found = [sweep.parse(shlex.split(setting)) for setting in sweep.read_settings(axis, False, 2, [])]
         named = [own | {"n": own.get("--world", [str(n)])} for n, own in found]
         return {tuple(own[flag][0].replace("auto", "sdpa") for flag in flags) for own in named}
 
@@ -138,23 +140,23 @@ def test_ranks_that_the_machine_lacks_are_simulated(tmp_path, monkeypatch, liste
     sweep.gpus.cache_clear()
     monkeypatch.setattr(sweep, "gpus", sweep.gpus.__wrapped__)
     assert sweep.gpus() == gpus
-    cells = sweep.read_cells("gpus", False, 2, [])
-    started = [(int(cell.split()[0][6:]), re.findall(r"--world (\d)", cell)) for cell in cells]
+    settings = sweep.read_settings("gpus", False, 2, [])
+    started = [(int(setting.split()[0][6:]), re.findall(r"--world (\d)", setting)) for setting in settings]
     real = max(1, gpus)
     assert started == [(n, []) if n <= real else (1, [str(n)]) for n in (1, 2, 3, 4, 6, 8, 1, 2, 4)]
-    assert all("--link h100-nvlink" in cell for cell in cells if "--world" in cell)
+    assert all("--link h100-nvlink" in setting for setting in settings if "--world" in setting)
 
 
-def test_world_on_the_command_line_is_for_cells_that_name_no_ranks(tmp_path):
-    file = tmp_path / "cells"
+def test_world_on_the_command_line_is_for_settings_that_name_no_ranks(tmp_path):
+    file = tmp_path / "settings"
     file.write_text("--depth 1\nnproc=2 --depth 2\n--world 4 --depth 3\n")
-    assert sweep.read_cells(str(file), False, 2, "--world 8 --link none".split()) == [
+    assert sweep.read_settings(str(file), False, 2, "--world 8 --link none".split()) == [
         "nproc=1 --depth 1 --link none --world 8", "nproc=2 --depth 2 --link none",
         "nproc=1 --depth 3 --link none --world 4",
     ]  # fmt: skip
 
 
-def test_the_row_of_a_dead_cell_holds_its_whole_setting(monkeypatch):
+def test_the_row_of_a_dead_setting_holds_its_whole_setting(monkeypatch):
     """That of main.py, also where the shape is bad; what main.py does not accept is kept as it was given."""
     monkeypatch.setattr(sweep, "gpus", lambda: 0)
     flags = sweep.failed_row("nproc=1 --depth 3 --loss chunked --lr 1e-3 --no-reshard", "timeout")["flags"]
@@ -175,8 +177,8 @@ def test_the_row_of_a_dead_simulation_says_that_it_was_one():
 
 
 def test_flags_of_the_command_line_win_and_order_does_not_matter(tmp_path):
-    file = tmp_path / "cells"
+    file = tmp_path / "settings"
     file.write_text("--depth 2 --reshard --width=64 --o a=1 b=2\nnproc=2 --width 64 --o a=1 b=2 --depth 2\n")
-    assert sweep.read_cells(str(file), False, 2, ["--depth", "4", "--no_reshard"]) == [
+    assert sweep.read_settings(str(file), False, 2, ["--depth", "4", "--no_reshard"]) == [
         "nproc=2 --depth 4 --no-reshard --o a=1 b=2 --width 64"
     ]
