@@ -60,54 +60,11 @@ compile_cache baselines habits evaluation data simple_fsdp_cost contract torchru
 checkpoint_ranks simulated_world control structures export sinks settings
 """.split()
 
-# What ./launch.sh test leaves to ./launch.sh test slow, so that it ends in three minutes: tests of seconds each, whose
-# property it has in another form, or which start programs. A whole file, or file::test.
-LONG = """
-travel simple_fsdp_ranks torchrun muon muon_trainer compile_cache baselines killed generated timeline
-progress checkpoint_ranks chat_texts
-chat_batches::test_memory_while_tokenising_does_not_grow_with_the_tokens
-config::test_a_port_in_use_is_one_line_and_exit_2
-control::test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_same
-control::test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not
-control::test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code
-evaluation::test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory
-families::test_rows_that_are_too_short_for_a_part_of_the_model_are_refused_before_the_first_step
-faults::test_a_rank_that_dies_ends_the_others_and_is_named
-faults::test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_answer
-faults::test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run
-faults::test_evaluation_on_rank_0_alone_is_told_with_the_place_of_each_rank
-faults_around::test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends
-faults_around::test_any_number_of_any_flag_is_taken_or_refused_in_a_message_that_names_a_flag
-finetune::test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradients_of_separate_ones
-finetune::test_other_families_have_the_losses_of_transformers_and_are_exported
-finetune_limits::test_a_folder_that_cannot_be_used_is_told_in_one_line
-finetune_limits::test_a_model_is_looked_at_once_and_by_no_compiled_code
-finetune_limits::test_a_start_with_any_familys_folder_asks_for_no_network_and_runs_nothing_of_it
-habits::test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all
-habits::test_the_file_adds_handlers_of_its_own_operations_and_of_one_of_torch
-inputs::test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving
-inputs::test_nothing_in_the_environment_changes_a_bit_of_the_training
-lora::test_adapters_that_two_ranks_saved_are_trained_on_by_one
-lora::test_two_ranks_train_the_adapters_that_peft_trains_on_one_process
-manifest::test_metadata_that_does_not_say_where_each_element_lies_is_damage
-overlap::test_averages_of_the_model_s_own_are_left_where_they_are
-overlap::test_collectives_of_a_size_that_varies_are_left_where_they_are
-overlap::test_flex_attention_makes_no_matrix_of_scores
-overlap::test_one_graph_of_the_whole_step_gathers_again_and_overlaps
-overlap::test_options_that_were_made_in_another_order_move_the_same_collectives
-privacy
-readme::test_every_command_of_readme_and_docs_is_one_that_its_program_reads
-""".split()
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the LONG, and puts the longest files first: two workers, who take a file at a time, end together then.
+    """Puts the longest files first: two workers, who take a file at a time, end together then.
     TEST_SHARE=I/N in the environment: runs every Nth file of these, from the Ith on."""
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        if name in LONG or f"{name}::{item.name.partition('[')[0]}" in LONG:
-            item.add_marker(pytest.mark.long)
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path.name))
     # It is taken out of the environment: both conftest.py have this hook, and a share of the share would be run by the

@@ -55,6 +55,7 @@ def assert_close(a, b):
 # ------------------------------------------------------------------------------------------------- the kernel that runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", ["gelu", "llama"])
 @pytest.mark.parametrize("remat", REMAT)
 def test_in_eager_the_named_kernel_runs_in_every_region_and_all_agree(remat, block):
@@ -65,6 +66,7 @@ def test_in_eager_the_named_kernel_runs_in_every_region_and_all_agree(remat, blo
     assert_close(math, default)
 
 
+@pytest.mark.long
 def test_compiled_the_named_kernel_runs_in_regions_and_another_model_keeps_its_own():
     math, default, flash = (step(compile=True, remat="both", sdpa=kernel) for kernel in ("math", "default", "flash"))
     assert math[:3] == (0, 0, 0)

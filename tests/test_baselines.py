@@ -22,6 +22,8 @@ from trainer.distributed import simulated_world as sim
 from trainer.parallelize import build
 from trainer.step import COMPILE_MODES
 
+pytestmark = pytest.mark.long
+
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
 SETTINGS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp",
             "ddp --loss chunked --loss-chunk 10", "ddp --compile blocks"]  # fmt: skip

@@ -129,6 +129,7 @@ SETTINGS = [dict(pad="fixed", template="qwen2.5", weights=""), dict(pad="longest
             dict(pad="pack", template="qwen3", weights=""), dict(pad="pack", template="qwen3", weights=":0.7")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(setting.values()))
 def test_batches_are_the_same_on_any_number_of_ranks_and_after_a_resume(setting, tokenizer, tmp_path):
     pad, template, weight = setting.values()
@@ -249,6 +250,7 @@ def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path,
     assert len(reads) == 5 and len([*(tmp_path / "cache").glob("chat-*[!k]")]) == 5
 
 
+@pytest.mark.long
 def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_path):
     def made(number):
         """(most bytes that Python held, bytes of tokens)"""

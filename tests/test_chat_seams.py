@@ -45,6 +45,7 @@ def text_of(drawn):
     return "".join(drawn.choices(PIECES, k=drawn.randrange(1, 6))) + drawn.choice(["", "", "\n", " ", "x"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [*WAYS, "strings"])
 def test_an_answer_begins_after_the_tokens_of_its_prompt_whatever_stands_there(batches, tokenizer, merging, way):
     made = tokenizer(WAYS.get(way))

@@ -63,6 +63,7 @@ def same(one, other, count=12):
     return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first[:2], second[:2], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["[a].parquet", "a.json", "a::b.arrow", "a.saved"])
 def test_the_same_examples_in_another_file_are_the_same_batches_and_may_go_on_a_run(name, tokenizer, tmp_path):
     plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
@@ -113,6 +114,7 @@ def conversations(kind, count=12):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "parts", "calls", "nulls"])
 def test_one_data_set_saved_as_a_table_or_as_lines_is_one_text(kind, tokenizer, tmp_path):
     rows = conversations(kind)
@@ -274,6 +276,7 @@ def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
     refuse("each file once, found one twice", batches_of, [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_of_a_mixture_is_resumed_bit_equal_and_refused_for_another(tune, tmp_path):
     a, b = (write_data(tmp_path / f"{n}.jsonl", 16) for n in "ab")
     usual = "--steps", 2, "--log-every", 1, "--save", "s", "--save-every", 1, "--data"

@@ -22,7 +22,7 @@ pytest.importorskip("hypothesis", reason="needs hypothesis: ./launch.sh install"
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("error")]
 
 USER, ANSWER = TURNS[:2]
 CALL = dict(id="c1", type="function", function=dict(name="weather", arguments='{"city": "Par\\"is", "days": 3}'))

@@ -80,6 +80,7 @@ def test_more_steps_go_on_from_the_end_and_a_changed_flag_is_told(trains, folder
     assert done.steps[0]["lr"] == pytest.approx(0.001 * 7 / 10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["step-00000004", "", "step-00000004/", "latest", "./", ".."])
 def test_resume_takes_a_step_or_a_directory_of_steps(what, trains, folder, tmp_path, monkeypatch):
     (folder / "latest").symlink_to("step-00000004")
@@ -90,6 +91,7 @@ def test_resume_takes_a_step_or_a_directory_of_steps(what, trains, folder, tmp_p
     assert done.row["resumed_after"] == after and steps_in(tmp_path / "other") == [7]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["absent", "empty", "step-00000009", ""])
 def test_a_named_checkpoint_that_is_not_there_exits_4(where, train, tmp_path):
     (tmp_path / "empty").mkdir()
@@ -107,6 +109,7 @@ MISFITS = {  # flags of the resumed run, what the line says
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("argv", MISFITS)
 def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, no_model):
     fails(train("--save", folder, "--steps", 8, *argv.split()), 4, MISFITS[argv], "step-00000006")
@@ -117,6 +120,7 @@ def test_the_same_global_batch_may_be_cut_otherwise(trains, folder):
     assert "--batch 2 (now 1), --grad-accum 1 (now 2)" in done.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("old", "new"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_cast_converts_the_moments_alone_and_says_so(old, new, train, trains):
     trains("--save", "old", "--adam-dtype", old)
@@ -155,6 +159,7 @@ def test_tensors_that_the_model_does_not_have_or_lacks_are_named(change, train, 
     assert done.row["outcome"].startswith("failed: ")
 
 
+@pytest.mark.long
 def test_auto_goes_back_to_the_older_step_says_so_and_sets_the_damaged_one_aside(trains, folder):
     expected = contents(folder / "step-00000006")
     os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
@@ -195,6 +200,7 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
     assert not [*planted.iterdir()]
 
 
+@pytest.mark.long
 def test_a_save_without_room_exits_4_with_a_row_and_leaves_the_older_steps(train, folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 2**20 // 10))

@@ -23,7 +23,7 @@ from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, check_directory
 from trainer.checkpoint.save import Saver
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("isolated")]
 
 LAYOUTS = {
     "fully_shard": "--adam-dtype bf16", "hybrid_shard": "--mode hybrid_shard --adam-dtype bf16",

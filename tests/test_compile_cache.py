@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overlap import compile_options
 from simple_fsdp import data_parallel
 
+pytestmark = pytest.mark.long
+
 
 class Collectives(TorchDispatchMode):
     """(name, group) of every collective that runs."""

@@ -62,6 +62,7 @@ INSTANT = {  # a command that imports nothing that takes seconds -> its exit cod
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", INSTANT)
 def test_help_a_bad_folder_and_a_report_are_told_without_importing_torch(command):
     code, says = INSTANT[command]
@@ -360,6 +361,7 @@ def test_without_torchrun_there_is_one_rank_and_with_it_what_it_says(environ):
     assert ranks() == (5, 6, 7)
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -59,6 +59,7 @@ def as_in_eager(train, compile, *words):
     return runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", ["fwdbwd", STEP])
 def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
     steps, _ = as_in_eager(train, compile, "--block", "llama", "--depth", 2)
@@ -67,6 +68,7 @@ def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
     assert f"{step_costs.flops_per_token(c, 16) / 1e6:.3f} MFLOP per token (causal" in steps.out
 
 
+@pytest.mark.long
 def test_a_gated_mlp_trains_with_its_own_flops(gated, graphs, train):
     flags = resolved(TINY)
     c = ModelConfig(**{name: getattr(flags, name) for name in ("depth", "width", "head_dim", "grouping", "vocab")})
@@ -102,6 +104,7 @@ def test_the_lean_mlp_refuses_another_activation_without_other_parameters(train,
     monkeypatch.undo()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [
     dict(), dict(grouping=1, depth=3), dict(attn="flex"), dict(mlp="lean", remat="both"),
     dict(width=96, head_dim=16, vocab=77, grow=3), dict(block="llama", attn="flex"),
@@ -127,6 +130,7 @@ def whole(t):
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", ["none", "blocks", STEP])
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_a_hugging_face_model_trains_as_by_hand(compile, loss, graphs, alone):

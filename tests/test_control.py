@@ -368,6 +368,7 @@ def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog, capfd):
     signalled = dog(0, 0, 3)
     other = dog(0, 1, 3)
@@ -390,6 +391,7 @@ def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog
     assert capfd.readouterr().err.endswith(line.replace("TERM", "INT"))
 
 
+@pytest.mark.long
 def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, capfd):
     """A launcher sends it when a rank was killed, which a device that waits for it does not notice."""
     single = dog(0)
@@ -460,6 +462,7 @@ print("went on")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, code", [
     ("held", 0), ("free", 7), pytest.param("progress", 0, marks=pytest.mark.slow)])  # fmt: skip
 def test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_same(kind, code, tmp_path):

@@ -43,6 +43,7 @@ def trained(module, mesh):
     return loss.item(), [p.grad.to_local() for p in model.parameters()], counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "collectives"), [(1, [0, 0, 0]), (4, [3, 3, 3])])  # of each block one
 def test_what_the_core_alone_compiles_is_what_the_whole_file_compiles(core, fake, ranks, collectives):
     loss, gradients, counts = trained(core, fake(ranks))

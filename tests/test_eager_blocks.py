@@ -73,6 +73,7 @@ class Twins(nn.Module):
         return (self.a(x) + self.b(x)).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", [Sum, Twins])
 def test_compiled_gradients_have_memory_of_their_own(kind, ranks, fake):
@@ -146,6 +147,7 @@ def test_compiled_without_a_compiler_in_inference_mode(fake, ranks):
         assert torch.compile(model, backend="eager")(x).shape == (2, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["simple_fsdp", "a.b", "a_b", "with-hyphen"])
 def test_copies_of_the_file_live_side_by_side(fake, name):
     copies = []
@@ -478,6 +480,7 @@ CALLS = dict(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", CALLS)
 def test_a_compiled_block_is_called_in_other_ways(fake, call):
     plain, x = Blocks(2), torch.randn(2, 4, 8).requires_grad_()

@@ -167,6 +167,7 @@ def compare(check, world, settings, steps):
     assert not bad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", SETTINGS)
 def test_system_flags_change_neither_loss_nor_gradient_norm(world):
     compare(everyday, world, SETTINGS[world], FEW)
@@ -185,6 +186,7 @@ def test_one_graph_is_refused_in_one_line_on_a_torch_that_cannot(monkeypatch):
         check_mode("step")
 
 
+@pytest.mark.long
 def test_compiled_frames_do_not_grow_with_depth(monkeypatch):
     """3 and 12 blocks: the same number of frames, no graph break (fullgraph), no recompile."""
     real = torch.compile

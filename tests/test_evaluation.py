@@ -82,6 +82,7 @@ def test_random_tokens_that_are_held_out_are_others():
     assert not trained & set(held)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["stdlib", "overfit", "text", "bin", "random"])
 def test_what_is_held_out_is_the_same_on_any_ranks_and_wherever_training_is(kind, sources):
     source = sources.get(kind, kind)
@@ -150,6 +151,7 @@ def slow_and_large(monkeypatch):
     monkeypatch.setattr(runs, "evaluate", evaluate)
 
 
+@pytest.mark.long
 def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(train, slow_and_large, monkeypatch):
     told = []
 
@@ -224,6 +226,7 @@ def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
     assert done.row["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(train, trains, tmp_path):
     argv = [*EVERY_2, *"--warmup 2 --steps 7".split()]
     whole = train(*argv, "--save", "whole")
@@ -239,6 +242,7 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(train, trains, 
     assert state["best"] == min(evaluations(whole).values())
 
 
+@pytest.mark.long
 def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, trains, tmp_path, monkeypatch):
     losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
     monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
@@ -269,6 +273,7 @@ def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
     assert "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
 
 
+@pytest.mark.long
 def test_two_ranks_evaluate_and_write_as_one(trains, tmp_path, sources):
     """The text holds out three samples: a batch of four lacks one, and rank 1 has a micro-batch without a label."""
     argv = [*EVERY_2, "--sample", 40, "--data", sources["text"], "--seqlen", 8]
@@ -329,6 +334,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_where(train, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
+@pytest.mark.long
 def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, trains, sources):
     done = trains("--data", sources["bin"], "--vocab", 2000, "--sample", 30)
     assert "sample   8 token ids of training data, then after | 30 that" in done.out

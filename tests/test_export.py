@@ -353,6 +353,7 @@ def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks)
     assert "CRC-32" in absent and "rank 1 nothing (absent.safetensors: No such file or directory);" in absent
 
 
+@pytest.mark.long
 def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_path):
     folder, results = two_ranks
     fine(run(folder / "run", tmp_path / "out.safetensors"))

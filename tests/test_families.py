@@ -173,6 +173,7 @@ def test_every_class_that_is_given_shared_beginnings_computes_what_it_does_with_
     assert len(differ) > 50 and max(differ.values()) < 1e-5, differ
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "how", "said"), [
     ("bert", dict(is_decoder=False), "its tokens see later ones, which they shall predict; use a causal model (some "),
     ("reformer", dict(vocab_size=400), "ReformerModelWithLMHead: its code does not run here; use another model ("),
@@ -182,6 +183,7 @@ def test_a_class_that_cannot_be_trained_is_refused_in_one_line(family, how, said
     refused(3, said, tune("--steps", 1, "--seqlen", 64, model=saved(family, tmp_path / "model", **how)))
 
 
+@pytest.mark.long
 def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
     folder = saved("hrm_text", tmp_path / "model")
     refused(4, "gqkv_proj.weight is made of several tensors, which cannot be written",
@@ -194,6 +196,7 @@ def test_a_head_of_another_width_than_the_hidden_states_has_no_chunked_loss(tune
     refused(1, "use --loss full", tune("--steps", 1, "--loss", "chunked", model=folder))
 
 
+@pytest.mark.long
 def test_parameters_without_a_gradient_are_named_and_stay_as_they_are(tune, tmp_path):
     folder, name = saved("bart", tmp_path / "model"), "model.decoder.layers.{}.encoder_attn.k_proj.weight"
     for out, more in ((tmp_path / "all", []), (tmp_path / "adapters", ["--lora", 2])):
@@ -208,6 +211,7 @@ def test_parameters_without_a_gradient_are_named_and_stay_as_they_are(tune, tmp_
     assert "get no gradient" not in tune("--steps", 1).out
 
 
+@pytest.mark.long
 def test_rows_that_are_too_short_for_a_part_of_the_model_are_refused_before_the_first_step(tune, tmp_path):
     made, folder = tiny("deepseek_v4"), tmp_path / "model"  # one of its compressors begins at 128 tokens
     made.max_position_embeddings = 1024
@@ -222,6 +226,7 @@ def test_rows_that_are_too_short_for_a_part_of_the_model_are_refused_before_the_
         fine(tune("--random", "--steps", 1, "--batch", 1, "--pad", pad, "--seqlen", seqlen, **how))
 
 
+@pytest.mark.long
 def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path, monkeypatch):
     seen, look = {}, HuggingFaceModel.look
 

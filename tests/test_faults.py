@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # ------------------------------------------------------------------------------------------------------------ one rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault, code", [
     ("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:quit", 131), ("0:3:data:usr1", 138),
     ("0:3:backward:xcpu", 152),
@@ -62,6 +63,7 @@ def assert_goes_on(stopped, argv, train, folder):
     return resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path):
     argv = "--grad-accum", 3, "--accum-sync", sync, "--log-every", 1, "--save"
@@ -103,6 +105,7 @@ def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path):
     verify(str(tmp_path / "run/step-00000002"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("argv", ["", "--save-async", "--save-async --save-errors warn"])
 def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train):
     fails(train("--save", "run", *argv.split(), fault="0:3:data:term,0:3:write:enospc"), 4, "No space left on device")
@@ -124,6 +127,7 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, monke
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
 
+@pytest.mark.long
 def test_each_save_has_its_own_time(trains, monkeypatch):
     """The last one may wait for the one before."""
     order = []
@@ -143,6 +147,7 @@ def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monk
     assert len(seen) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("argv, seconds", [("", 3720), ("--timeout 5000", 5120), ("--timeout 0", 3e7)])
 def test_no_group_gives_up_before_the_watchdog(argv, seconds, trains, monkeypatch):
     limits = []
@@ -158,6 +163,7 @@ def test_no_group_gives_up_before_the_watchdog(argv, seconds, trains, monkeypatc
     assert limits == [seconds, seconds]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
 def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train):
     for step in (1, 3):
@@ -195,6 +201,7 @@ def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch)
     assert done.steps == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["save", "write", "commit"])
 def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp_path):
     fails(train("--save", "run", "--save-every", 2, fault=f"0:4:{where}:enospc"), 4, "No space left on device")
@@ -202,6 +209,7 @@ def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp
     assert len([*(tmp_path / "run").iterdir()]) == 1
 
 
+@pytest.mark.long
 def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, trains, tmp_path):
     """Torch itself tells of an unexpected position."""
     trains("--save", tmp_path / "run", "--steps", 2)
@@ -233,6 +241,7 @@ def two(tmp_path, *argv, ranks=2, **env):
     return SimpleNamespace(codes=codes, out=text, errors=errors, row=row, steps=steps_in(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_of_them_at_one_boundary(tmp_path):
     done = two(tmp_path, FAULT="1:3:data:term")
     assert done.codes == [143, 143] and len(done.errors) == 1 and "stopped by SIGTERM" in done.errors[0]
@@ -240,6 +249,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_one_boundary(tmp_path):
     assert "Traceback" not in done.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, code", [("kill", -9), ("exit", 9)])
 def test_a_rank_that_dies_ends_the_others_and_is_named(kind, code, tmp_path):
     done = two(tmp_path, FAULT=f"1:5:forward:{kind}")
@@ -251,6 +261,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(kind, code, tmp_path):
     assert (tmp_path / "rows.hang/rank-0.txt").exists()
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
     done = two(tmp_path, FAULT="1:5:update:raise")
     assert done.codes == [7, 1]
@@ -260,6 +271,7 @@ def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
     assert "rank 1: failed: RuntimeError: an injected fault" in done.errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["hang", "stop"])
 def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_answer(kind, tmp_path):
     log = tmp_path / "log"
@@ -286,6 +298,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
 APART = "; no rank may evaluate, sample or save alone: every rank must call it"
 
 
+@pytest.mark.long
 def test_evaluation_on_rank_0_alone_is_told_with_the_place_of_each_rank(tmp_path):
     done = two(tmp_path, "--eval-every", 3, "--timeout", 2, EVALUATE_ON_0="1", ANSWER_S="10")
     assert done.codes == [7, 7] and len(done.errors) == 1, done.out
@@ -304,6 +317,7 @@ def own_program(rank, port, folder):
         dist.barrier()
 
 
+@pytest.mark.long
 def test_a_watchdog_in_a_program_of_ones_own_says_which_rank_waits_where(tmp_path):
     start_server()
     port = free_port()
@@ -322,11 +336,13 @@ def test_a_watchdog_in_a_program_of_ones_own_says_which_rank_waits_where(tmp_pat
     assert "the last gloo:all_gather; rank 1: step 0, start, tests/test_faults.py:" in line
 
 
+@pytest.mark.long
 def test_out_of_memory_on_one_rank_is_told_by_that_rank(tmp_path):
     done = two(tmp_path, FAULT="1:3:backward:oom")
     assert done.codes == [7, 6] and len(done.errors) == 1 and "error: rank 1: OOM bwd" in done.errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag, told", [("--depth", "--depth: rank 0 has 1, rank 1 2"), ("--lr", "--lr: rank 0 has ")])
 def test_ranks_with_other_flags_do_not_begin(flag, told, tmp_path):
     done = two(tmp_path, RANK_1=f"{flag} {2 if flag == '--depth' else 0.5}")
@@ -338,6 +354,7 @@ def test_bad_data_on_one_rank_is_told_by_that_rank(tmp_path):
     assert done.codes == [7, 3] and len(done.errors) == 1 and "error: /absent/here.bin: " in done.errors[0]
 
 
+@pytest.mark.long
 def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
     done = two(tmp_path, UNSEED="1")
     assert done.codes == [7, 7] and "initial weights (random state)" in done.errors[0] and done.steps == []

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 LAUNCH = dict(PYTHON=sys.executable, NO_INSTALL="1")  # the environment of ./launch.sh
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends(alive, monkeypatch, environ):
     """It was a child of another process from its first line on; the store of torchrun tells."""
@@ -100,6 +101,7 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     assert "is made again" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 0.5])
 @pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
 def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, tune, tmp_path, monkeypatch):
@@ -132,6 +134,7 @@ OVERWRITTEN = {  # what is in place of a table's bytes, in as many
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OVERWRITTEN)
 @pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
 def test_a_cache_that_is_written_over_while_it_is_read_exits_3_after_saving(kind, flags, tune, tmp_path, monkeypatch):
@@ -258,6 +261,7 @@ def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
     assert not (full / "run/lock").exists(), "an empty one would be waited for"
 
 
+@pytest.mark.long
 def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(full, tune):
     for argv in (["--export", full / "out"], ["--prepared", full / "prepared"]):
         done = tune("--steps", 1, *argv)
@@ -430,6 +434,7 @@ PROGRAMS = {  # groups of flags; what reads them
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["main.py", *(pytest.param(p, marks=pytest.mark.slow) for p in [*PROGRAMS][1:])])
 def test_any_number_of_any_flag_is_taken_or_refused_in_a_message_that_names_a_flag(program, capsys):
     groups, read = PROGRAMS[program]

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_a_held_out_prompt_is_answered_after_each_evaluation(tune):
     done = fine(tune("--steps", 3, "--eval-every", 2, "--sample", 5))
     heads = re.findall(r"^sample   (\d+) tokens of held-out data, then after \| (\d) that", done.out, re.M)
@@ -111,6 +112,7 @@ def test_what_one_rank_cannot_read_or_write_is_raised_on_both(two_ranks):
     assert "CheckpointError: nowhere/out: No such file or directory" in first[1]
 
 
+@pytest.mark.long
 def test_a_run_learns_saves_resumes_bit_equal_and_exports(tune, qwen, tmp_path, capfd):
     usual = "--steps", 8, "--eval-every", 4, "--log-every", 1
     whole = fine(tune(*usual, "--save", "a", "--save-every", 4, "--export", "out"))
@@ -158,6 +160,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_no_lock_is_exporte
     assert left == {"out", "out.tmp-12345678", "out.tmp-mine"} and "lock" not in os.listdir("out")
 
 
+@pytest.mark.long
 def test_a_link_out_of_the_models_folder_is_not_copied_into_an_export(tune, qwen, tmp_path, capfd):
     """As the folder of a stranger may have; the cache of the hub has links to its own files alone."""
     blobs, model = tmp_path / "cache/blobs", shutil.copytree(qwen, tmp_path / "cache/snapshots/1")
@@ -179,6 +182,7 @@ def test_a_link_out_of_the_models_folder_is_not_copied_into_an_export(tune, qwen
     assert Path("later/additional_chat_templates/tool.jinja").read_text() == "template"
 
 
+@pytest.mark.long
 def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
     argv, there = ("--steps", 2, "--save", "a", "--export", "out"), "--export out: is there already; name a new folder"
     with monkeypatch.context() as patch:
@@ -198,6 +202,7 @@ def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
     assert Path("out/model.safetensors").read_bytes() == Path("straight/model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_is_not_resumed_with_a_value_of_config_json_back_at_its_default(tune, qwen, tmp_path):
     other = shutil.copytree(qwen, tmp_path / "other")
     edit_json(other / "config.json", rms_norm_eps=1e-3)
@@ -228,6 +233,7 @@ def test_the_first_loss_is_that_of_transformers(tune, qwen):
 FAMILIES = "diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope", "deepseek"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, tune, tmp_path):
     """DiffLlama draws parameters on the CPU; "tuples" is of a config.json with return_dict false; the text model of
@@ -247,6 +253,7 @@ def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, t
     assert names == (["qwen3_5", "qwen3_5_text"] if kind == "qwen3.5" else names[:1] * 2)
 
 
+@pytest.mark.long
 def test_longrope_chooses_its_factors_by_the_examples_and_not_by_their_padding(tune, tmp_path):
     folder = write_model(tmp_path / "m", "longrope")
     weights = {name: 9 * t if "proj" in name else t for name, t in load_file(folder / "model.safetensors").items()}
@@ -267,6 +274,7 @@ def test_longrope_chooses_its_factors_by_the_examples_and_not_by_their_padding(t
         open_model(flags.resolve(config.parse(argv), "cuda", 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "opt"])
 def test_old_files_without_the_prefix_of_the_base_keep_names_and_dtypes(kind, tune, tmp_path):
     """Those of GPT-2 have buffers, too, that no one reads; no dtype is in their config.json."""
@@ -302,6 +310,7 @@ def test_a_graph_of_a_whole_step_is_refused_where_positions_branch_on_values(tun
     fine(tune("--steps", 1, model=folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "more"), [
     ("qwen3", ("--compile", "fwdbwd", "--remat", "block", "--remat-ratio", "0.5")),
     ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
@@ -324,6 +333,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_recomputed_blocks_and_the_chunked_loss_change_nothing(tune):
     plain = tune("--steps", 2, "--log-every", 1)
     for more in ("--remat block --remat-ratio 0.5".split(), "--remat block --loss chunked --loss-chunk 32".split()):
@@ -338,6 +348,7 @@ def test_the_share_of_blocks_that_is_recomputed_is_spread_evenly(tmp_path):
         assert [i for i, layer in enumerate(layers) if "forward" in vars(layer)] == expected
 
 
+@pytest.mark.long
 def test_a_prepared_model_is_loaded_the_second_time_and_refused_for_another(tune, qwen, tmp_path):
     first, second = (fine(tune("--steps", 2, "--prepared", "ready", "--log-every", 1)) for _ in range(2))
     assert (first.row["loaded_from"], second.row["loaded_from"]) == ("slices", "prepared")
@@ -352,6 +363,7 @@ def test_a_prepared_model_is_loaded_the_second_time_and_refused_for_another(tune
     refused(4, "delete step-00000000 in it to make it again", tune("--steps", 2, "--prepared", "ready"))
 
 
+@pytest.mark.long
 def test_a_prepared_model_touches_no_checkpoint_of_a_run(tune):
     fine(tune("--steps", 2, "--save", "a", "--save-every", 1))
     refused(4, "--prepared a: holds step-00000002, a checkpoint of a run", tune("--steps", 1, "--prepared", "a"))
@@ -386,6 +398,7 @@ def test_random_weights_need_no_files_of_weights_and_an_export_is_that_of_the_co
     assert os.listdir("out/additional_chat_templates") == ["tools.jinja"]
 
 
+@pytest.mark.long
 def test_noise_of_the_config_is_off_and_said(tune, tmp_path):
     folder = write_model(tmp_path / "noisy", "mixtral", attention_dropout=0.25)
     argv = "--steps", 4, "--log-every", 1, "--save", "a", "--remat", "block"
@@ -398,6 +411,7 @@ def test_noise_of_the_config_is_off_and_said(tune, tmp_path):
     assert losses(kept, "grad_norm") == pytest.approx(losses(done, "grad_norm"), rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt-oss", "falcon", "lfm2", "mamba"])
 def test_a_model_that_cannot_be_trained_so_is_refused_before_the_first_step(kind, tune, tmp_path):
     folder = write_model(tmp_path / "m", kind)
@@ -426,6 +440,7 @@ def test_data_of_its_own_is_evaluated_and_not_trained_on(tune, tmp_path):
     assert len(found) == 2 and done.row["eval_loss"] == found[1] == done.row["best_eval_loss"] < found[0]
 
 
+@pytest.mark.long
 def test_zero_steps_evaluate_the_model_as_it_is_and_train_nothing(tune, tmp_path):
     """Its loss is the one with which training begins."""
     write_data(tmp_path / "eval.jsonl", 6)

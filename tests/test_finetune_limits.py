@@ -64,6 +64,7 @@ assert not asked, asked
 """
 
 
+@pytest.mark.long
 def test_a_start_with_any_familys_folder_asks_for_no_network_and_runs_nothing_of_it(tmp_path):
     folders = []
     for kind in KINDS | OTHERS:
@@ -132,6 +133,7 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("spoil", "code", "names"), FOLDERS)
 def test_a_folder_that_cannot_be_used_is_told_in_one_line(spoil, code, names, tune, qwen, tmp_path):
     folder = shutil.copytree(qwen, tmp_path / "copy")
@@ -197,6 +199,7 @@ def test_bad_flags_are_told_in_one_message(argv, message, tune):
     refused(3 if "nowhere.jsonl" in argv else 2, message, tune(*argv.split()))
 
 
+@pytest.mark.long
 def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
     done = fine(tune("--batch", 2, "--effective-batch", 16, "--epochs", 0.5))
     assert done.row["grad_accum"] == 8 and done.row["flags"]["steps"] == 2  # 64 examples
@@ -205,6 +208,7 @@ def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
     assert "each step passes 1.5 times over all 64 rows of --data" in few.out
 
 
+@pytest.mark.long
 def test_a_batch_that_the_machine_has_no_memory_for_is_refused_with_one_that_fits(tune, monkeypatch):
     most = 2**31 - 1
     done = tune("--batch", most)
@@ -226,6 +230,7 @@ MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.ro
 THINKING = TEMPLATE.replace("assistant\n'", "assistant\n<think>\n'")  # which the answers do not begin with
 
 
+@pytest.mark.long
 def test_a_template_that_is_refused_is_replaced_by_one_that_writes_the_same(tune, qwen, tmp_path):
     (tmp_path / "own.jinja").write_text(MARKED)
     same = [tune("--steps", 2, "--log-every", 1, *more) for more in ([], ["--template", tmp_path / "own.jinja"])]
@@ -262,6 +267,7 @@ def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_
     assert shown.count("why?") in range(25, 35) and " .. " in shown and "assistant\n[[So.<|im_end|>]]" in shown
 
 
+@pytest.mark.long
 def test_a_model_is_looked_at_once_and_by_no_compiled_code(tune, monkeypatch):
     looks, compiled = [], []
     look, compile = HuggingFaceModel.look, torch.compile

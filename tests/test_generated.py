@@ -23,6 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from overlap import DISABLED_INDUCTOR_PASSES, compile_options
 from simple_fsdp import data_parallel
 
+pytestmark = pytest.mark.long
+
 DEPTH = 4
 BUCKETS = DEPTH + 2  # embedding, a block each, norm and head, which start and are waited for together
 NORM = 128  # elements of the last norm

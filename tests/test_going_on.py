@@ -85,6 +85,7 @@ PARTS = {  # global batch 4 or 12
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["2-1", *(pytest.param(name, marks=slow) for name in PARTS if name != "2-1")])
 def test_on_other_ranks_the_losses_and_samples_are_those_of_the_undisturbed_run(name, trained):
     steps, every, *parts = PARTS[name]

@@ -401,6 +401,7 @@ def test_a_shard_of_another_rank_is_not_loaded_as_this_rank_s_own(two):
         assert all(map(str.__contains__, refusal, words)) and len(refusal) == 3 if rank else refusal is False
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
     assert two["scaled"] == [[(2.0, [True] * 4), (1.0, [False] * 4), (1.0, [True] * 4)]] * 2
 
@@ -582,6 +583,7 @@ def assert_gradients(model, plain, **limits):
         assert p.grad is None or torch.allclose(q.grad.to_local(), p.grad, **limits), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_forward_that_is_replaced_in_the_class_later_is_the_one_that_runs(fake, compile):
     """As libraries of faster kernels do, before or after the wrap; also of a class that was wrapped before."""
@@ -623,6 +625,7 @@ AROUND = dict(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_what_lies_around_the_forward_of_the_class_reads_whole_parameters(fake, around, compile):
@@ -686,6 +689,7 @@ def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backwa
     assert other.weight.grad is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("placements", [[Shard(1)], [Partial()], [Shard(0), Replicate()], [Shard(0), Shard(0)]])
 def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fake, placements, compile):
@@ -891,6 +895,7 @@ def test_outside_of_disable_data_parallel_dtensors_act_as_torch_has_them(fake):
     model.weight.data[0].zero_()  # as with FSDP2
 
 
+@pytest.mark.long
 def test_the_file_adds_handlers_of_its_own_operations_and_of_one_of_torch():
     """In a process of its own: other tests load copies of the file, each of which adds its handlers, too."""
     code = """if True:

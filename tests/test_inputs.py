@@ -93,6 +93,7 @@ ENVIRONMENT = dict(PYTHONHASHSEED="7", LC_ALL="C", TZ="Asia/Kathmandu", PYTHONIO
 
 
 # torch's files are seldom compiled for -O, and compiling them takes longer than all else here
+@pytest.mark.long
 @pytest.mark.parametrize("optimise", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_nothing_in_the_environment_changes_a_bit_of_the_training(optimise, train, tmp_path):
     """Hash seed, locale, time zone, encoding, another working directory; python -O."""
@@ -144,6 +145,7 @@ def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, n
     fails(done, code, f"{path}: ", found)
 
 
+@pytest.mark.long
 def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
     bounded = {name for name, kind in kinds.items() if kind in (int, int | None)} - {"seed", "verbose"}
@@ -185,6 +187,7 @@ def planted(path, ids):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("cut", "world"), [(2 * 30_000, 1), (None, 1), (0, 2)])
 def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving(cut, world, tmp_path):
     """A mapped page that is no longer there would end every rank with SIGBUS, unsaved."""
@@ -214,6 +217,7 @@ CHANGES = {  # what happens to the two files between save and resume
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_data_that_changed_since_the_save_exits_3(change, train, trains, tmp_path):
     files = planted(tmp_path / "a.bin", range(150)), planted(tmp_path / "b.bin", range(512))

@@ -19,7 +19,7 @@ from saved import assert_bitwise, contents, steps_in
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("isolated")]
 EVERYDAY = {"an item in the background": [], "manifest": [], "rename": [], "after rename": [2], "removal": [2, 4]}
 ALL = EVERYDAY | {"first item": [], "an item": [], "train state": [], "second save": [2], "half a removal": [4]}
 SCRIPT = str(Path(killed.__file__))

@@ -187,6 +187,7 @@ ENDS = {  # flags, exit code
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatch):
     argv, code = ENDS[end]

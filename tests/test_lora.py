@@ -107,6 +107,7 @@ def of_peft(folder, kind, before):
     return model, own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_the_adapters_that_peft_trains_on_one_process(kind, two_ranks):
     folder, told = two_ranks
@@ -158,6 +159,7 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
     assert not torch.equal(logits(folder / f"out-{kind}-merged"), logits(folder / kind))
 
 
+@pytest.mark.long
 def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tune, qwen, tmp_path, capfd):
     usual = *LORA, *"--lr 1e-2 --steps 8 --eval-every 4 --log-every 1 --remat block --remat-ratio 0.5".split()
     whole = fine(tune(*usual, "--save", "a", "--save-every", 4, "--export", "out"))
@@ -186,6 +188,7 @@ def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tun
     assert torch.equal(logits("merged"), logits("later-merged")) and not torch.equal(logits("merged"), logits(qwen))
 
 
+@pytest.mark.long
 def test_adapters_that_two_ranks_saved_are_trained_on_by_one(tune, qwen, tmp_path):
     usual = *LORA, "--lr", "1e-2", "--steps", 4, "--log-every", 1, "--save-every", 2, "--effective-batch", 4
     argv = "--model", qwen, "--data", qwen.parent / "chat.jsonl", "--compile", "none", "--batch", 2, "--seqlen", 48
@@ -199,6 +202,7 @@ def test_adapters_that_two_ranks_saved_are_trained_on_by_one(tune, qwen, tmp_pat
     assert losses(one) == pytest.approx([s["loss"] for s in steps[2:]], abs=2e-6)
 
 
+@pytest.mark.long
 def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
     usual = "--steps", 1, "--save", "a"
     fine(tune(*usual, *LORA))
@@ -214,6 +218,7 @@ def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
     assert not os.path.exists("never")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["deepseek", "experts"])
 def test_a_run_of_a_mixture_is_resumed_bit_equal_exported_and_merged(kind, tune, tmp_path, capfd):
     model, _, _, more = KINDS[kind]
@@ -308,6 +313,7 @@ def test_without_peft_adapters_are_refused_in_one_line(tune, monkeypatch):
     refused(2, "error: --lora: needs peft; pip install -e '.[hf]'", tune("--steps", 1, *LORA))
 
 
+@pytest.mark.long
 def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qwen, capfd):
     usual = "--random", *LORA, "--log-every", 1, "--save", "a", "--save-every", 2, "--steps"
     whole = fine(tune(*usual, 4))

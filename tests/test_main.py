@@ -73,6 +73,7 @@ def test_schedules_other_than_the_cosine():
     assert all(0.1 <= each <= 1 for each in rates("--steps 100 --schedule wsd --warmup 95")[94:])
 
 
+@pytest.mark.long
 def test_the_optimizers_flags_reach_it(train, trains):
     plain = train("--log-every", 1)
     same = train(*"--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --schedule cosine --log-every 1".split())
@@ -135,6 +136,7 @@ def plain(one_thread, tmp_path_factory):
     return [step["loss"] for step in read(results)[1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", SYSTEM)
 def test_a_system_flag_does_not_change_the_loss(case, plain, trains):
     argv, tolerance = SYSTEM[case]
@@ -149,6 +151,7 @@ def test_bf16_runs_and_stays_near_fp32(train, trains):
     assert all(0 < abs(a - b) < 0.02 for a, b in zip(exact.losses, half.losses, strict=True))
 
 
+@pytest.mark.long
 def test_overfit_learns_its_batch(trains):
     done = trains("--data", "overfit", "--steps", 60, "--lr", "0.02", "--seqlen", 8)
     assert done.row["loss"] < done.losses[0] / 2
@@ -185,6 +188,7 @@ def test_compile_options_are_read_as_python_literals():
     assert compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "plain"), [
     ("blocks", []), ("model", ["plain"]), ("fwdbwd", ["plain"]), pytest.param("step", [], marks=ONE_GRAPH),
 ])  # fmt: skip
@@ -222,6 +226,7 @@ def test_debug_shows_the_traceback(train):
     assert done.row["outcome"] == told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
 def test_a_simulated_world_trains_and_its_row_says_so(how, train, trains):
     done = trains("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())

@@ -188,6 +188,7 @@ ODD = "missing", None, True, -5, 0, 7, 10**30, 0.5, float("nan"), float("inf"), 
 ACCEPTED = {"format 0", "world 0", "world 7", "torch x", "torch ", "training {}", "training {'a': 1}"}
 
 
+@pytest.mark.long
 def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_nothing(folder, alone):
     """Also those of its entries, which are compared with flags."""
     step = folder / "step-00000006"
@@ -265,6 +266,7 @@ def edit(metadata, rng):
         setattr(owner, what, torch.Size(changed))
 
 
+@pytest.mark.long
 def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, alone):
     """What is read is bit for bit what was saved, or nothing is."""
     step = folder / "step-00000006"
@@ -297,6 +299,7 @@ def test_another_torch_is_told(trains, folder):
     assert "torch 2.9.0 (now " in done.out
 
 
+@pytest.mark.long
 def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(trains, folder, tmp_path, monkeypatch):
     trains("--save", "bf16", "--adam-dtype", "bf16")
     named = set()
@@ -316,6 +319,7 @@ def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(trains, folder,
 # ----------------------------------------------------------------------------------------------------------- what stays
 
 
+@pytest.mark.long
 def test_the_newest_stay(trains, tmp_path):
     trains("--save", "run", "--save-every", 1, "--keep", 2)
     assert steps_in("run") == [5, 6]
@@ -324,6 +328,7 @@ def test_the_newest_stay(trains, tmp_path):
     assert steps_in("last") == [6]
 
 
+@pytest.mark.long
 def test_a_directory_of_another_run_is_refused_at_the_start(train, trains, folder):
     for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
         done = train("--save", folder, *argv)
@@ -333,6 +338,7 @@ def test_a_directory_of_another_run_is_refused_at_the_start(train, trains, folde
     trains("--save", "new", "--resume", "never")
 
 
+@pytest.mark.long
 def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, trains, folder, tmp_path):
     for step in (4, 6):
         shutil.rmtree(folder / f"step-0000000{step}")
@@ -345,6 +351,7 @@ def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, trains,
     assert steps_in(folder) == [7]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["", "/step-00000004"])
 def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, trains, folder, tmp_path):
     """As its launcher does: the directory that it began from still holds what it held."""
@@ -362,6 +369,7 @@ def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, 
     fails(other, 4, "holds step-00000009 already, --resume")
 
 
+@pytest.mark.long
 def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(trains, folder, monkeypatch):
     argv = "--save", folder, "--keep", 2, "--steps"
     with monkeypatch.context() as patch:  # as on NFS, where another process has a file of it open

@@ -198,6 +198,7 @@ class Uncounted(torch.autograd.Function):
             return *torch.autograd.grad(ctx.out, ctx.inputs, g), None, None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("block", ["gelu", "llama"])
 def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, block, flex_on_cpu, monkeypatch):
@@ -236,6 +237,7 @@ def test_the_attention_core_counts_the_keys_that_a_query_sees():
 # ------------------------------------------------------------------------------------------------- attention backends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "grouping"), [("none", 1), ("none", 2), ("block", 2), ("pointwise", 4)])
 @pytest.mark.parametrize("block", ["gelu", "llama"])
 def test_flex_and_sdpa_agree_within_1e_5(remat, grouping, block, flex_on_cpu, monkeypatch):

@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from muon import Muon, groups_of, layout_of, plan
 from simple_fsdp import data_parallel
 
+pytestmark = pytest.mark.long
+
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 
 STEPS = 4

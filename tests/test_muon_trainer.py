@@ -26,7 +26,7 @@ from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
 from trainer.step_costs import newton_schulz_flops, reference
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("isolated")]
 MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()
 SETTINGS = {
     "none": "--compile none",

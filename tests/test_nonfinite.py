@@ -129,6 +129,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_trains_on(setting
     assert_refused(refused(SETTINGS[setting], INF if setting == "eager" else NAN))
 
 
+@pytest.mark.long
 @ONE_GRAPH
 def test_so_does_a_step_of_one_graph_which_is_compiled_once(poison, monkeypatch):
     real = torch.compile
@@ -329,6 +330,7 @@ def late(monkeypatch):
     monkeypatch.setattr("trainer.run.FiniteCheck", watch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [3, 6])
 def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late, train, monkeypatch):
     planted(monkeypatch, {bad})
@@ -336,6 +338,7 @@ def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late,
     assert train("--log-every", 100).row["outcome"] == "ok"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("argv", "told"), [
     ("", ["12"]), ("--norm-spike 0", []), ("--norm-spike 1e4", []),
 ])  # fmt: skip

@@ -120,6 +120,7 @@ def test_what_ahead_may_be(mesh_of):
             compile_options(model, ahead=ahead)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("needs_step")
 @pytest.mark.parametrize(("world", "remat", "depth"), [(64, "both", 2), slow(8, "none", 3)])
 def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, remat, depth):
@@ -148,6 +149,7 @@ def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
     assert held == [{""}, {""}, {"2"}, {"1"}, {"0"}, {""}]  # head, norm, a block each, embedding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "reshard", "world"), [
     ("block", True, 6), slow("pointwise", True, 64), slow("mlp", True, 2), slow("both", False, 2),
     slow("attn", True, 64),
@@ -165,6 +167,7 @@ def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard, w
     assert sent(graphs) == pytest.approx(full * (world - 1) / world, rel=0.05)
 
 
+@pytest.mark.long
 def test_replicate_reduces_once_per_block(mesh_of):
     graphs = step_graphs(mesh_of(8), mode="replicate", depth=2)
     assert count(graphs["forward"], "all-gather") == (0, 0)
@@ -183,6 +186,7 @@ OTHERS = [slow(64, "replicate"), slow(2, "hybrid_shard")]
 
 
 # fully_shard quickly in the test of --remat above, replicate in the one of its buckets.
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "mode"), [(8, "hybrid_shard"), slow(64, "fully_shard"), *OTHERS])
 def test_bytes_sent_per_step_follow_the_formula(mesh_of, world, mode):
     """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
@@ -193,6 +197,7 @@ def test_bytes_sent_per_step_follow_the_formula(mesh_of, world, mode):
     assert sent(graphs) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "mode"), [(64, "fully_shard"), (8, "hybrid_shard"), *OTHERS])
 def test_bytes_of_the_last_micro_batch_follow_the_formula(mesh_of, world, mode):
     """--accum-sync last, per step of any number of micro-batches: 4 P (N-1)/N, and the micro-batches send nothing."""
@@ -223,6 +228,7 @@ MORE += [dict(accum_sync="last", remat="pointwise")]
 FLEX += map(slow, MORE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", FLEX, ids=lambda setting: " ".join(setting.values()))
 def test_flex_attention_makes_no_matrix_of_scores(mesh_of, setting):
     """Under every compile mode, remat and mode; nothing as large as T x T, the mask where the model is."""
@@ -249,6 +255,7 @@ def test_small_replicated_parameters_are_reduced_in_buckets(mesh_of):
     assert count(graphs["backward"], "all-reduce")[0] <= 6
 
 
+@pytest.mark.long
 def test_a_norm_starts_and_is_waited_for_with_the_head_beside_it(mesh_of):
     """In forward both gathers start a block early; in backward the head's reduction, too, is waited for only when the
     last block's has started, though the norm's starts in between."""
@@ -298,6 +305,7 @@ class GlobalNorm(nn.Module):
         return x * torch.rsqrt(mean + 1e-5) * self.weight
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
 def test_averages_of_the_model_s_own_are_left_where_they_are(mesh_of, mode):
     """Two in a block, of which the second needs what the first gave: they cannot be merged."""
@@ -312,6 +320,7 @@ def test_averages_of_the_model_s_own_are_left_where_they_are(mesh_of, mode):
     assert count(graphs["backward"], kind)[0] == 4
 
 
+@pytest.mark.long
 def test_collectives_of_a_size_that_varies_are_left_where_they_are(mesh_of):
     mesh = mesh_of(8)
     block = build(mesh, depth=1).blocks[0]
@@ -329,6 +338,7 @@ def test_collectives_of_a_size_that_varies_are_left_where_they_are(mesh_of):
     assert count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
+@pytest.mark.long
 def test_one_block_alone_is_one_bucket(mesh_of):
     block = build(mesh_of(8), depth=1).blocks[0]
     x = torch.zeros(B, T, D, dtype=torch.bfloat16, requires_grad=True)
@@ -413,6 +423,7 @@ OTHERS_OPTIONS = (of_another_model, of_a_model_that_this_rank_has_alone, of_a_pa
                   before_it_is_moved)  # fmt: skip
 
 
+@pytest.mark.long
 def test_options_that_were_made_in_another_order_move_the_same_collectives(mesh_of):
     mesh, x, gaps = mesh_of(8), torch.zeros(2, D, dtype=torch.float64), []
     for of in (lambda model, mesh: (model, {}), lambda model, mesh: (model, compile_options(model)), *OTHERS_OPTIONS):

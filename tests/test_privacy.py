@@ -16,6 +16,8 @@ import pytest
 from running import ROOT, TINY, ran
 from test_sinks import records
 
+pytestmark = pytest.mark.long
+
 # In no random name of a run or a trace, which have lower case letters, or upper case ones up to F.
 HOST = "Zq"
 USER = "Qxj"

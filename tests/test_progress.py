@@ -19,6 +19,8 @@ from trainer.summary import doing, notes
 from trainer.terminal.output import tell
 from trainer.terminal.progress import Progress
 
+pytestmark = pytest.mark.long
+
 STUB = """raise SystemExit("torch is being imported")\n"""
 
 

@@ -75,6 +75,7 @@ def refused(*commands):
     return done.out.splitlines()
 
 
+@pytest.mark.long
 def test_every_command_of_readme_and_docs_is_one_that_its_program_reads():
     """But for files that an earlier command writes, and what needs a GPU."""
     elsewhere = re.compile("; python -m lab.studies.coll|--attn flex: needs CUDA to train")
@@ -87,6 +88,7 @@ def test_commands_behind_a_block_of_another_language_are_among_them():
             "./launch.sh sweep depth --slurm --gpus-per-node 8"} <= found  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_picture_is_of_the_committed_rows(tmp_path):
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
     rows = rows_of(ROOT / "results/collectives.jsonl")
@@ -101,6 +103,7 @@ def test_the_picture_is_of_the_committed_rows(tmp_path):
     assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "rows", "figure"), [("loss", "loss_small", "loss"), ("links", "h100", "links"),
                                                       ("links", "h100", "time-memory-1")])  # fmt: skip
 def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, figure):

@@ -22,6 +22,7 @@ from model import REMAT, ModelConfig, Transformer
 from trainer.step_costs import flops_per_token, kept_per_block
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "ratio"), [("none", 1.0), *product(REMAT[1:], (1.0, 0.5, 0.25, 0.0))])
 @pytest.mark.parametrize(("block", "mlp"), [("gelu", "plain"), ("gelu", "lean"), ("llama", "plain")])
 def test_hardware_flops_count_what_a_remat_policy_multiplies_again(remat, ratio, block, mlp):
@@ -192,6 +193,7 @@ def test_bytes_that_a_block_keeps_in_eager(policy):
     assert (held[3] - held[1]) / 2 == kept_bytes(policy, eager=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", KEPT_COMPILED)
 def test_bytes_that_a_block_keeps_and_products_of_its_backward_compiled(policy):
     settings, _, attentions, _, products = KEPT[policy]

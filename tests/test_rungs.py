@@ -53,6 +53,7 @@ def test_gradients_of_bf16_chunks_are_summed_in_fp32():
     assert max(errors) < 0.01, errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_the_op_is_what_torch_asks_of_one(chunk):
     torch.library.opcheck(lean_mlp, (*operands(), 1e-5, chunk))
@@ -91,6 +92,7 @@ def test_its_backward_has_two_wide_tensors_at_a_time(chunk, tokens):
     assert chunk or most_wide(plain, tokens) >= 3
 
 
+@pytest.mark.long
 def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch):
     """Compiled over shards, with both branches recomputed: forward and backward once each, gradients as in eager."""
     found = {}

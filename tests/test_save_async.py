@@ -77,6 +77,7 @@ def failing(monkeypatch, *names):
     monkeypatch.setattr(filesystem, "_write_item", full)
 
 
+@pytest.mark.long
 def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train, tmp_path):
     argv = "--steps", 6, "--log-every", 1
     sync = train(*argv, "--save", tmp_path / "sync", "--save-every", 2)
@@ -230,6 +231,7 @@ def test_an_interrupted_wait_does_not_lose_the_error(run, gate, monkeypatch):
 MODES = [[], ["--save-async"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("k", "errors", "left"), [
     (4, "stop", [2]), (4, "warn", [2, 6]), (6, "warn", [2, 4]),

@@ -208,6 +208,7 @@ def test_property_3_two_policies_in_one_process_do_not_mix_in_eager(fake):
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_property_3_two_policies_in_one_process_do_not_mix_in_one_compiled_function(fake):
     models = policies(fake(4, replicas=2))
     backend, seen = Graphs(), {}
@@ -243,6 +244,7 @@ def test_property_3_copies_keep_mesh_ties_and_policy(fake, mode):
         assert {n for *_, n in comms.log} == {"hybrid_shard": {2}, "fully_shard": {4}, "replicate": set()}[mode]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_property_3_nothing_keeps_the_unsharded_parameters(fake, part):
     model = PARTS[part]()
@@ -352,6 +354,7 @@ HARD = dict(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", INITS)
 def test_property_5_every_init_draws_the_whole_tensor(fake, init):
     expected, state = init_one(INITS[init], (5, 7)), torch.get_rng_state()
@@ -386,6 +389,7 @@ def test_property_5_reset_parameters_of_an_embedding_says_that_it_cannot_zero_it
         model.reset_parameters()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
 def test_property_5_meta_first_keeps_ties_and_runs_no_collective(fake, mode):
     mesh = fake(4, rank=1, replicas=2 if mode == "hybrid_shard" else None)
@@ -401,6 +405,7 @@ def test_property_5_meta_first_keeps_ties_and_runs_no_collective(fake, mode):
 # ----------------------------------------------------------------------------------------------------- 6: one rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
 def test_property_6_world_size_1_casts_as_world_size_n(fake, mode, compile):
@@ -441,6 +446,7 @@ CHANGES = dict(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_that_a_graph_changes_is_gathered_again(fake, change):
     model, backend = data_parallel(Blocks(1), fake(2)), Graphs()

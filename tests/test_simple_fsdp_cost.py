@@ -115,6 +115,7 @@ def test_property_7_describe_has_one_row_per_parameter_with_what_this_rank_holds
 # ------------------------------------------------------------------------------- 8: frames, gathers, gathered weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [4, 12, 24])
 def test_property_8_compiled_frames_do_not_grow_with_depth(fake, depth):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -244,6 +245,7 @@ def test_gradients_in_channels_last_are_reduced_together(fake, channels):
     assert comms.count("reduce_scatter_tensor") == 1 and model.weight.grad.shape == model.weight.shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat, mesh", [
     (False, "uneven"), (True, "hybrid"), pytest.param(True, "even", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -268,6 +270,7 @@ def test_property_8_compiled_backward_gathers_again_and_forward_keeps_no_weight(
             assert len(weights_kept(forward)) >= 6 and gathers == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_block_compiled_alone_has_no_collective_in_its_code_and_keeps_no_weight(fake, remat):
     x = torch.randn(3, 4, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -285,6 +288,7 @@ def test_a_block_compiled_alone_has_no_collective_in_its_code_and_keeps_no_weigh
     assert not [shape for shape in shapes if shape in weights or shape[::-1] in weights]
 
 
+@pytest.mark.long
 def test_property_8_compiled_replicate_and_one_rank_keep_nothing_either(fake):
     for mesh, mode in ((fake(4), "replicate"), (fake(1), "fully_shard")):
         torch._dynamo.reset()

@@ -45,6 +45,8 @@ from torch.utils._pytree import tree_leaves
 
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 
+pytestmark = pytest.mark.long
+
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 
 # --------------------------------------------------------------------------------- checks that run on real gloo ranks

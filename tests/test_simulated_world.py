@@ -178,12 +178,14 @@ def check_gradients(mode, compile, steps=3, limit=0.0, device="cpu"):
         torch.testing.assert_close(p, whole[: len(p)].detach(), **limits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_at_world_8_are_those_of_one_process(mode):
     check_gradients(mode, "none")
 
 
 # The compiled graphs of the two plain modes run on real ranks in test_equivalence.py and test_simple_fsdp_ranks.py.
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [m if "hybrid" in m else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_compiled_gradients_at_world_8_are_those_of_one_process(mode, monkeypatch):
     monkeypatch.setattr(torch, "compile", without_code)  # the graphs after all of Inductor's passes
@@ -228,6 +230,7 @@ def layer(shard, rows, mesh, **how):
     return net
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(("rank", "rows"), [(0, 2), (49, 2), (50, 0)])
@@ -301,6 +304,7 @@ def two_ranks(mesh=None):
     return results
 
 
+@pytest.mark.long
 def test_two_simulated_ranks_equal_two_real_ones_to_the_bit():
     real = spawn(2, [two_ranks])["two_ranks"]
     threads = torch.get_num_threads()

@@ -287,6 +287,7 @@ run.close()
 """
 
 
+@pytest.mark.long
 def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     pytest.importorskip("wandb")
     # the flag overrides WANDB_MODE; a key in the environment is nobody's business

@@ -65,6 +65,7 @@ def ends_of(folder):
     ]
 
 
+@pytest.mark.long
 def test_a_model_that_was_trained_on_chats_stops_where_its_answers_end(teach, base, capfd):
     done = fine(teach("--export", "out", "--sample", 12, "--eval-every", 30))
     assert START + "--export writes eos_token_id [0, 1]" in done.err + done.out and SAID in done.out
@@ -85,6 +86,7 @@ def test_a_model_that_was_trained_on_chats_stops_where_its_answers_end(teach, ba
     assert ends_of("later-kept") == [0, 0]
 
 
+@pytest.mark.long
 def test_adapters_say_what_stops_them_and_a_merged_model_stops(teach, base, capfd):
     peft = pytest.importorskip("peft")
     lora = "--lora", 8, "--steps", 60
@@ -100,6 +102,7 @@ def test_adapters_say_what_stops_them_and_a_merged_model_stops(teach, base, capf
     assert call in fine(later(capfd, "a", "again", "--model", base)).out
 
 
+@pytest.mark.long
 def test_sample_stops_where_the_export_does(teach):
     """Not at every special token, such as that which begins a turn."""
     kept = fine(teach("--keep-eos", "--sample", 12, "--eval-every", 30))

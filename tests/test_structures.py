@@ -329,6 +329,7 @@ SLOW = "twice unet twins equal_gradients lists skipped experts encoder_decoder s
 WARNED = dict(graph_break="L['model'].head", parent_reads="L['self'].emb")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_a_bucket_per_block_whatever_the_structure(mesh, case):
     make, part, names, n, exposed, alive, before = CASES[case]
@@ -343,6 +344,7 @@ def test_a_bucket_per_block_whatever_the_structure(mesh, case):
     assert len(got.told) == (case in WARNED) and all(WARNED[case] in line for line in got.told)
 
 
+@pytest.mark.long
 def test_one_block_compiled_with_the_options_of_the_model_is_one_bucket(mesh):
     got = measured(encoder_decoder(), mesh, lambda m: lambda x: m.encoder.layers[1](F.pad(x, (0, D - 8))))
     assert (got.own.n, got.told) == (3, [])

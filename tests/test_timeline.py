@@ -41,7 +41,7 @@ BT, V, D = 6 * 32, 512, 64  # V is not 4 D and BT none of both: sizes tell logit
 MIB = 2**20
 
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("isolated")]
 
 
 # ---------------------------------------------------------------------------------------------------- given events

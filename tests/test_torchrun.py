@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trainer.distributed import torchrun
 
+pytestmark = pytest.mark.long
+
 ENV = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 

@@ -62,6 +62,7 @@ STEP = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("argv", [["--world", 4], ["--remat", "block"], ["--wrapper", "fsdp2"], ["--wrapper", "ddp"],
                                   ["--wrapper", "none"]], ids=str)  # fmt: skip
 def test_an_eager_step_has_phases_and_in_them_units(traced, argv):
@@ -72,6 +73,7 @@ def test_micro_batches_are_ranges_one_after_the_other(traced):
     assert traced("--grad-accum", 2, "--batch", 1) == STEP[:-1] * 2 + STEP[-1:]
 
 
+@pytest.mark.long
 def test_what_is_left_to_the_end_of_the_step_is_a_phase(traced):
     found = traced("--world", 4, "--grad-accum", 2, "--batch", 1, "--accum-sync", "last")
     assert found == STEP[:-1] * 2 + [("gradient reduction",), ("optimizer",)]

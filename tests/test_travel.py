@@ -14,6 +14,8 @@ import pytest
 from harness import free_port
 from running import ROOT
 
+pytestmark = pytest.mark.long
+
 FILES = "simple_fsdp", "overlap", "gloo", "lean", "muon"
 TRAIN = '''
 import json, os, sys

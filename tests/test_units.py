@@ -65,6 +65,7 @@ def collectives(run):
 # ---------------------------------------------------------------------------------------------------------------- units
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("units", "eager", "compiled"), [
     (None, (11, 6), (6, 5, 6)),  # three layers, embedding, norm and head by themselves
     (GROUPED, (9, 5), (5, 4, 5)),

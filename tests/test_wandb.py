@@ -41,6 +41,7 @@ def told(step):
     return state_of(step).get("wandb")
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, trains, wandb, monkeypatch):
     monkeypatch.setattr(step_costs, "device_peak", lambda name: 1e9)
     saving = ["--save", "a", "--wandb", "online", "--log-every", 1]
@@ -106,6 +107,7 @@ def command(sweep, values):
     return [*itertools.chain(*words)]
 
 
+@pytest.mark.long
 def test_every_value_of_the_sweep_is_a_flag_of_main():
     sweep = sweep_yaml()
     choices = {name: each.get("values") or [each["min"], each["max"]] for name, each in sweep["parameters"].items()}
