@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import torch
 from forked import Job
@@ -26,6 +27,7 @@ from saved import hashes, steps_in
 from trainer.logging import append_jsonl, read_jsonl
 from trainer.measuring import timing
 
+LOCK = Lock()
 STEPS = 40
 SAVE_EVERY = 2
 KILL, TERM, FULL = {-9, 7}, {143}, {4}  # what the ranks may exit with
@@ -136,12 +138,17 @@ def one_after_another(place: Path, failures: int, seed: str, row: dict, expected
         folder = Path(tempfile.mkdtemp(dir=place))
         trial = Trial(folder, chance, row, step_s)
         failures -= trial.until_its_end(failures)
-        row["runs"] += 1
-        row["bit_equal"] += hashes(folder / f"run/step-{STEPS:08d}") == expected
-        row["rows_readable"] += read_jsonl(folder / "rows.jsonl")[-1]["outcome"] == "ok"
         log = (folder / "log").read_text()
-        row["flips_found"] += sum(f"{file}: " in log for file in trial.flipped)
-        row["flipped"] += len(trial.flipped)
+        counts = dict(
+            runs=1,
+            bit_equal=hashes(folder / f"run/step-{STEPS:08d}") == expected,
+            rows_readable=read_jsonl(folder / "rows.jsonl")[-1]["outcome"] == "ok",
+            flipped=len(trial.flipped),
+            flips_found=sum(f"{file}: " in log for file in trial.flipped),
+        )
+        with LOCK:  # of all threads
+            for name, count in counts.items():
+                row[name] += count
         print(f"{row['failures'].total()} failures, {row['bit_equal']} of {row['runs']} runs bit-equal", flush=True)
 
 
