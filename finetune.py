@@ -77,8 +77,8 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     divisor = step.loss_divisor(targets)
     loss, grads = 0.0, None
     with step.trained_parameters() as params:
-        for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
-            micro_loss = step.forward(x, y, divisor, **more)
+        for x, y, extra in step.micro_batches(tokens, targets, inputs):  # [b, T]
+            micro_loss = step.forward(x, y, divisor, **extra)
             grads = step.accumulate(grads, step.backward(micro_loss, params))
             loss = loss + micro_loss.detach()
     grads = step.reduce(grads)

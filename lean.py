@@ -127,9 +127,9 @@ def _(x, y, g, b, w1, b1, w2, b2, eps, chunk):
 
 @lean_mlp_backward.register_fake
 def _(go, x, y, g, b, w1, b1, w2, eps, chunk):
-    own = (x, g, b, w1, b1, w2)
+    saved = (x, g, b, w1, b1, w2)
     return *(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in own
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in saved
     ), w2.new_empty(w2.shape[0])
 
 

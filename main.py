@@ -69,10 +69,10 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     # The parameters are this rank's shards. (--accum-sync last: they are gathered here, once.)
     with step.trained_parameters() as params:
         # Between two micro-batches a signal may end the step with nothing changed.
-        for x, y, more in step.micro_batches(tokens, targets, inputs):  # [b, T]
+        for x, y, extra in step.micro_batches(tokens, targets, inputs):  # [b, T]
             # Model and loss; each block's parameters are gathered before it runs and dropped after it.
             # --compile fwdbwd: one graph of `Step.micro_batch_loss`, of which the compiler makes backward as another.
-            micro_loss = step.forward(x, y, divisor, **more)
+            micro_loss = step.forward(x, y, divisor, **extra)
             # The gradients, sharded as the parameters are: each block's are reduced, and so averaged over ranks,
             # as soon as they are there. Summed over micro-batches in fp32 (FSDP2 and DDP: in .grad).
             grads = step.accumulate(grads, step.backward(micro_loss, params))

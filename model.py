@@ -155,16 +155,16 @@ def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = Tru
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = c.head_dim
-        self.flex = c.attn == "flex"
-        self.grouped = c.grouping > 1
-        self.sdpa = c.sdpa
-        self.q = nn.Linear(c.width, c.width, bias=False)
-        self.k = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
-        self.v = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
-        self.o = nn.Linear(c.width, c.width, bias=False)
+        self.head_dim = config.head_dim
+        self.flex = config.attn == "flex"
+        self.grouped = config.grouping > 1
+        self.sdpa = config.sdpa
+        self.q = nn.Linear(config.width, config.width, bias=False)
+        self.k = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.o = nn.Linear(config.width, config.width, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(
@@ -191,41 +191,47 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up = nn.Linear(c.width, c.grow * c.width)
-        self.down = nn.Linear(c.grow * c.width, c.width)
+        self.up = nn.Linear(config.width, config.grow * config.width)
+        self.down = nn.Linear(config.grow * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate, self.up = (nn.Linear(c.width, c.grow * c.width, bias=False) for _ in range(2))
-        self.down = nn.Linear(c.grow * c.width, c.width, bias=False)
+        self.gate, self.up = (
+            nn.Linear(config.width, config.grow * config.width, bias=False) for _ in range(2)
+        )
+        self.down = nn.Linear(config.grow * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def norm(c: ModelConfig) -> nn.Module:
-    return nn.RMSNorm(c.width, eps=1e-5) if c.block == "llama" else nn.LayerNorm(c.width)
+def norm(config: ModelConfig) -> nn.Module:
+    return (
+        nn.RMSNorm(config.width, eps=1e-5)
+        if config.block == "llama"
+        else nn.LayerNorm(config.width)
+    )
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig, remat: str):
+    def __init__(self, config: ModelConfig, remat: str):
         super().__init__()
         self.remat = remat
-        self.remat_norm = c.remat_norm
-        self.remat_core = c.remat_core
-        self.lean = c.mlp == "lean"
-        self.mlp_chunk = c.mlp_chunk
-        self.norm1 = norm(c)
-        self.attn = Attention(c)
-        self.norm2 = norm(c)
-        self.mlp = SwiGLU(c) if c.block == "llama" else MLP(c)
+        self.remat_norm = config.remat_norm
+        self.remat_core = config.remat_core
+        self.lean = config.mlp == "lean"
+        self.mlp_chunk = config.mlp_chunk
+        self.norm1 = norm(config)
+        self.attn = Attention(config)
+        self.norm2 = norm(config)
+        self.mlp = SwiGLU(config) if config.block == "llama" else MLP(config)
 
     def attn_branch(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None) -> Tensor:
         return self.attn(self.norm1(x), mask, rope)
@@ -288,10 +294,10 @@ class Block(nn.Module):
         )
 
 
-def check_lean(c: ModelConfig) -> None:
+def check_lean(config: ModelConfig) -> None:
     """Raises ValueError unless `lean_mlp` computes what a block's norm and MLP compute: it does not follow a change of
     the class MLP, such as a gate or another activation. Tried at width 8; not where tensors have no values."""
-    tiny = replace(c, width=8, head_dim=2, grouping=1, grow=2)
+    tiny = replace(config, width=8, head_dim=2, grouping=1, grow=2)
     seeded = torch.Generator().manual_seed(0)
     with (
         torch.device("cpu"),
@@ -350,15 +356,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        c = config
         self.config = config
         self.identity = config.identity
-        if c.mlp == "lean":
-            check_lean(c)
-        self.emb = nn.Embedding(c.vocab, c.width)
-        self.blocks = nn.ModuleList(Block(c, c.remat_of(i)) for i in range(c.depth))
-        self.norm = norm(c)
-        self.head = nn.Linear(c.width, c.vocab, bias=False)
+        if config.mlp == "lean":
+            check_lean(config)
+        self.emb = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config, config.remat_of(i)) for i in range(config.depth))
+        self.norm = norm(config)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.mask: BlockMask | None = None
 
     @torch.no_grad()

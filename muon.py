@@ -144,7 +144,7 @@ def muon(sets, params, grads, momenta, /, **how):
 
     how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True
     all stays as it is, to the bit. To be called without gradients."""
-    works = [_update(*each, params, grads, momenta, **how) for each in sets]
+    works = [_update(*one_set, params, grads, momenta, **how) for one_set in sets]
     # All sets in turn: while one communicates another one computes. Each has at most
     # two collectives.
     for _ in range(3):
@@ -173,13 +173,13 @@ def _update(
     near = [rank // S == me // S for rank in range(N)]
     sent = [counts[rank] * near[rank] for rank in range(N)]
     x = torch.stack(updates)
-    own = x.shape[-2]
+    own_rows = x.shape[-2]
     # Of a shard; a smaller one is padded with zeros, which stay zeros.
     rows = -(-m // S)
-    x = pad(x, (0, 0, 0, rows - own))  # [K, .., rows, n]
+    x = pad(x, (0, 0, 0, rows - own_rows))  # [K, .., rows, n]
     x = x.narrow(0, sum(counts[: near.index(True)]), sum(sent))
     if S > 1:
-        x = all_to_all(x, [k * each for each in near], sent, group_name)
+        x = all_to_all(x, [k * count for count in near], sent, group_name)
         yield
         x = wait(x)  # [S k, .., rows, n]
 
@@ -193,7 +193,7 @@ def _update(
         x = wait(x)  # [K, .., rows, n]
 
     ratio = 0.04 * max(m, n) if adjust_lr_fn == "match_rms_adamw" else max(1, m / n)
-    for i, update in zip(members, x.narrow(-2, 0, own), strict=True):
+    for i, update in zip(members, x.narrow(-2, 0, own_rows), strict=True):
         new = params[i] * (1 - lr * weight_decay) - update.float() * (lr * ratio**0.5)
         _write(params[i], new, refused)
 
@@ -255,9 +255,9 @@ class Muon(torch.optim.Optimizer):
             ),
         )
         self.replicas = replicas
-        for each in self.param_groups:
-            if each["use_muon"]:
-                for p in each["params"]:
+        for param_group in self.param_groups:
+            if param_group["use_muon"]:
+                for p in param_group["params"]:
                     layout_of(p, replicas)  # raises what is wrong with it
 
     @torch.no_grad()
@@ -265,8 +265,8 @@ class Muon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; returns what `closure`, if
         given, returns."""
         loss = torch.enable_grad()(closure)() if closure else None
-        for each in self.param_groups:
-            params = [p for p in each["params"] if p.grad is not None]
+        for param_group in self.param_groups:
+            params = [p for p in param_group["params"] if p.grad is not None]
             shards = [local(p) for p in params]
             grads = [
                 p.grad.redistribute(placements=p.placements).to_local()
@@ -276,7 +276,7 @@ class Muon(torch.optim.Optimizer):
             ]
             names = (
                 ["momentum_buffer"]
-                if each["use_muon"]
+                if param_group["use_muon"]
                 else ["exp_avg", "exp_avg_sq", "step"]
             )
             for p in params:  # states begin at zero
@@ -289,16 +289,16 @@ class Muon(torch.optim.Optimizer):
             *moments, last = [
                 [local(self.state[p][name]) for p in params] for name in names
             ]
-            if each["use_muon"]:
+            if param_group["use_muon"]:
                 muon(
                     plan([layout_of(p, self.replicas) for p in params]),
                     shards,
                     grads,
                     last,
-                    **each,
+                    **param_group,
                 )
             else:
-                beta1, beta2 = each["betas"]
+                beta1, beta2 = param_group["betas"]
                 adamw(
                     shards,
                     grads,
@@ -308,9 +308,9 @@ class Muon(torch.optim.Optimizer):
                     amsgrad=False,
                     beta1=beta1,
                     beta2=beta2,
-                    lr=each["lr"],
-                    weight_decay=each["weight_decay"],
-                    eps=each["eps"],
+                    lr=param_group["lr"],
+                    weight_decay=param_group["weight_decay"],
+                    eps=param_group["eps"],
                     maximize=False,
                 )
         return loss
@@ -357,8 +357,10 @@ def groups_of(
         dict(use_muon=True),
         dict(use_muon=False, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
     )
-    for each in groups:
-        each["params"] = [
-            item for item in named.items() if (item[0] in chosen) == each["use_muon"]
+    for param_group in groups:
+        param_group["params"] = [
+            item
+            for item in named.items()
+            if (item[0] in chosen) == param_group["use_muon"]
         ]
-    return [each for each in groups if each["params"]]
+    return [param_group for param_group in groups if param_group["params"]]

@@ -485,8 +485,8 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 def gathers_of_parameters(g: fx.Graph) -> list[fx.Node]:
     """Those of simple_fsdp.py that wait for nothing else."""
     gathers = g.find_nodes(op="call_function", target=GATHER)
-    ours = filter(is_ours, gathers)
-    return [n for n in ours if not any(m.target is WAIT for m in ancestors(n))]
+    of_parameters = filter(is_ours, gathers)
+    return [n for n in of_parameters if not any(m.target is WAIT for m in ancestors(n))]
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
@@ -599,12 +599,12 @@ def is_norm(n: fx.Node) -> bool:
 
 def descendants_of_tangents(g: fx.Graph) -> set[fx.Node]:
     """Gradients: what depends on the gradients that a backward is given."""
-    found = set()
+    descendants = set()
     for n in g.nodes:
         is_tangent = n.op == "placeholder" and n.name.startswith("tangents")
-        if is_tangent or not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
-    return found
+        if is_tangent or not descendants.isdisjoint(n.all_input_nodes):
+            descendants.add(n)
+    return descendants
 
 
 def source_of(n: fx.Node) -> fx.Node:
@@ -819,15 +819,15 @@ def feeds_product(n: fx.Node) -> bool:
 
 def reads_of(n: fx.Node, spans: dict) -> set[fx.Node]:
     """The tensors in memory that a node is computed from."""
-    found = set()
+    reads = set()
     todo = list(n.all_input_nodes)
     while todo:
         m = todo.pop()
         if m in spans:
-            found.add(m)
+            reads.add(m)
         else:
             todo += m.all_input_nodes
-    return found
+    return reads
 
 
 def numel_of(n: fx.Node) -> int:
@@ -868,7 +868,7 @@ def give_way_at_peak(g: fx.Graph) -> None:
             under_way.append((size, place[start], held))
     if not under_way:
         return
-    size, first, held = max(under_way, key=lambda found: found[:2])
+    size, first, held = max(under_way, key=lambda candidate: candidate[:2])
     start = nodes[first]
     last = place[wait_of(start)]
     without = list(levels)

@@ -590,16 +590,18 @@ def _holds_blocks(module: nn.Module, listed: bool) -> bool:
         for m in module.modules()
         if m is not module and _is_built(m) and not _is_list(m)
     ]
-    for each in filter(_is_list, module.modules()):
-        blocks = [m for m in each.children() if m in built]
+    for container in filter(_is_list, module.modules()):
+        blocks = [m for m in container.children() if m in built]
         classes = {_unwrapped_class(m) for m in blocks}
         if len(blocks) != 1 and len(classes) == len(blocks):
             continue  # a list of different things
         inner = [child for m in blocks for child in m.children()]
         if any(_is_built(child) and not _is_list(child) for child in inner):
             return True
-        inside = set(each.modules())
-        beside = [m for m in built if m not in inside and each not in set(m.modules())]
+        inside = set(container.modules())
+        beside = [
+            m for m in built if m not in inside and container not in set(m.modules())
+        ]
         if not listed and not beside:
             return True
     return False
@@ -640,12 +642,13 @@ def _listed_units(model: nn.Module, units: Iterable) -> list[list[nn.Module]]:
     for entry in [units] if isinstance(units, str) else units:
         entries = entry if isinstance(entry, list | tuple) else [entry]
         group = [
-            by_name.get(each) if isinstance(each, str) else each for each in entries
+            by_name.get(listed) if isinstance(listed, str) else listed
+            for listed in entries
         ]
-        for module, given in zip(group, entries, strict=True):
+        for module, listed in zip(group, entries, strict=True):
             if not isinstance(module, nn.Module) or module not in names:
                 raise ValueError(
-                    f"units: {given!r} is no module of the model: give names as in "
+                    f"units: {listed!r} is no module of the model: give names as in "
                     "named_modules(), or modules"
                 )
             name = names[module] or "the model"
@@ -861,9 +864,9 @@ def _gather_members(module: nn.Module) -> None:
     those of one policy at once."""
     sets = {}
     for member in _modules_gathered_by(module):
-        own = [p for p in member._parameters.values() if isinstance(p, DTensor)]
-        if own:
-            sets.setdefault(member._gather_policy, []).extend(own)
+        parameters = [p for p in member._parameters.values() if isinstance(p, DTensor)]
+        if parameters:
+            sets.setdefault(member._gather_policy, []).extend(parameters)
     for policy, params in sets.items():
         if len(params) > 1:  # one alone is gathered where it is read
             _gather_unit_op(params, *policy)
@@ -932,10 +935,10 @@ def data_parallel(
             module.register_load_state_dict_pre_hook(_strict.check_saved)
             _strict.refuse_removal(module)
         cls = type(module)
-        own = tuple(
+        own_shapes = tuple(
             (name, p.shape) for name, p in module._parameters.items() if p is not None
         )
-        names = getattr(cls, "_data_parallel_names", own)
+        names = getattr(cls, "_data_parallel_names", own_shapes)
         role = (
             "unit"
             if module in unit_modules
@@ -1387,9 +1390,9 @@ class _GatherSchedule:
         if module is not None:
             # A module that was taken out of the model is None, also on a rank where it
             # still exists.
-            inside = {id(each) for each in module.modules()}
-            last = [each() for each in _last_gather_orders.get(module, ())]
-            self.last_order = [each if id(each) in inside else None for each in last]
+            inside = {id(child) for child in module.modules()}
+            last = [child() for child in _last_gather_orders.get(module, ())]
+            self.last_order = [child if id(child) in inside else None for child in last]
             _last_gather_orders[module] = self.order
 
     def gather(
@@ -1531,15 +1534,15 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
             for m in _modules_gathered_by(module)
             if "_gather_policy" in m.__dict__
         ]
-        shards = [dict(own) for _, own in members]
+        shards = [dict(sharded) for _, sharded in members]
         try:
-            for member, own in members:
-                for name, p in own.items():
-                    own[name] = _read(member, p) if isinstance(p, DTensor) else p
+            for member, sharded in members:
+                for name, p in sharded.items():
+                    sharded[name] = _read(member, p) if isinstance(p, DTensor) else p
             return call(*args, **kwargs)
         finally:
-            for (_, own), before in zip(members, shards, strict=True):
-                own.update(before)
+            for (_, sharded), before in zip(members, shards, strict=True):
+                sharded.update(before)
 
 
 @_skipped_by_dynamo

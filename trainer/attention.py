@@ -50,10 +50,17 @@ class Shape(NamedTuple):
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
 
 
-def shape_of(c: flags.Config) -> Shape:
+def shape_of(config: flags.Config) -> Shape:
     """The shapes of one micro-batch on one rank, of resolved flags."""
-    heads = c.width // c.head_dim
-    return Shape(c.batch, heads, heads // c.grouping, c.seqlen, c.head_dim, c.param_dtype)
+    heads = config.width // config.head_dim
+    return Shape(
+        config.batch,
+        heads,
+        heads // config.grouping,
+        config.seqlen,
+        config.head_dim,
+        config.param_dtype,
+    )
 
 
 def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
@@ -67,20 +74,20 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
         return f"cuDNN {version} is wrong where 128 does not divide the length, {shape.seqlen}"
     # model.py repeats k and v for this one.
     q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)
-    with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as told:
+    with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            found = CHOICE(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            chosen = CHOICE(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         except RuntimeError as e:
-            found = None
+            chosen = None
             error = str(e).splitlines()[0]
-    if found == int(BACKENDS[kernel]):
+    if chosen == int(BACKENDS[kernel]):
         return None
     # But of the others, switched off to ask for this:
-    reasons = [str(w.message).split(" (Triggered")[0] for w in told]
+    reasons = [str(w.message).split(" (Triggered")[0] for w in warned]
     reasons = [r for r in reasons if "not used because" not in r and "runtime disabled" not in r]
     return " ".join(
-        (reasons or [error if found is None else f"torch would take {found}"])[0].split()
+        (reasons or [error if chosen is None else f"torch would take {chosen}"])[0].split()
     )
 
 
@@ -93,10 +100,10 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
         return asked, f"sdpa {asked}"
     if device.type == "cpu":
         q, k = shape.empty(device)
-        found = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
+        chosen = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
         return (
             "default",
-            f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == found)} (auto)",
+            f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == chosen)} (auto)",
         )
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     refused = []
@@ -108,11 +115,11 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     raise ValueError(f"--attn auto: no kernel runs on {shape}: {'; '.join(refused)}")
 
 
-def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, str]:
+def choose_kernel(config: flags.Config, device: torch.device) -> tuple[str, str]:
     """(ModelConfig.sdpa, what to print). ValueError, one line: the kernel cannot run."""
-    if c.attn == "flex":
+    if config.attn == "flex":
         return "default", "flex"
     # Graphs can be compiled for a device that is absent.
-    if device.type != c.device and c.attn != "auto":
-        return c.attn, f"sdpa {c.attn}"
-    return sdpa(c.attn, shape_of(c), device)
+    if device.type != config.device and config.attn != "auto":
+        return config.attn, f"sdpa {config.attn}"
+    return sdpa(config.attn, shape_of(config), device)

@@ -31,7 +31,7 @@ TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # a row each in docs/how_it_work
 def never_run(version: str) -> str:
     """A warning where no version of torch with these first two numbers was ever run; empty elsewhere."""
     public = version.partition("+")[0]
-    minors = {each.rpartition(".")[0] for each in TORCH}
+    minors = {known.rpartition(".")[0] for known in TORCH}
     if ".".join(public.split(".")[:2]) in minors:
         return ""
     return (
@@ -40,62 +40,62 @@ def never_run(version: str) -> str:
     )
 
 
-def check(c: flags.Config, world: int) -> None:
+def check(config: flags.Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, data files apart."""
     from trainer.data import check_source  # with numpy, which --help does not need
 
-    check_source(c.data)
-    check_outputs(c)
-    check_fits(c, *ranks_here(c, world))
+    check_source(config.data)
+    check_outputs(config)
+    check_fits(config, *ranks_here(config, world))
 
 
-def check_outputs(c: flags.Config) -> None:
+def check_outputs(config: flags.Config) -> None:
     """ValueError where --results, --save, --profile or the folder of torch's compile cache cannot be written."""
-    check_writable(c.results)
+    check_writable(config.results)
     cache = os.environ.get(CACHE) or None
-    for flag, path in (("--save", c.save), ("--profile", c.profile), (CACHE, cache)):
+    for flag, path in (("--save", config.save), ("--profile", config.profile), (CACHE, cache)):
         if path is not None:
             check_directory(path, flag)
 
 
-def check_apart(c: flags.Config, read: Iterable[str | Path]) -> None:
+def check_apart(config: flags.Config, read: Iterable[str | Path]) -> None:
     """ValueError where what a run writes is one of the files that it reads, `read`, or lies in such a folder of data
     and so changes it: a run that saves could not be resumed."""
     for name in ("results", *WRITTEN):
-        if (path := getattr(c, name, None)) is None:
+        if (path := getattr(config, name, None)) is None:
             continue
-        for each in read:
-            source = os.path.realpath(each)
+        for file in read:
+            source = os.path.realpath(file)
             target = os.path.realpath(path)
             if target == source and os.path.isfile(source):
                 raise ValueError(
                     f"{as_given(name, path)}: is a file that this run reads; name another"
                 )
             inside = Path(os.path.relpath(target, source)).parts  # the first is .. if it is not
-            if c.save and os.path.isdir(source) and not any(map(HIDDEN.match, inside)):
+            if config.save and os.path.isdir(source) and not any(map(HIDDEN.match, inside)):
                 raise ValueError(
-                    f"{as_given(name, path)}: lies in {each}, whose files are the data, which must not change "
+                    f"{as_given(name, path)}: lies in {file}, whose files are the data, which must not change "
                     "if the run is to go on from --save; name a place outside, or a hidden folder in it"
                 )
 
 
-def check_at_once(c: flags.Config, world: int) -> None:
+def check_at_once(config: flags.Config, world: int) -> None:
     """For rank 0, before torch is imported and with flags as they are given: tells what `check` finds, and what is
     wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
     from trainer.data import DataError, check_files, inputs
 
     device = (
         "cuda"
-        if c.device == "auto" and step_costs.may_have_gpu()
-        else c.device.replace("auto", "cpu")
+        if config.device == "auto" and step_costs.may_have_gpu()
+        else config.device.replace("auto", "cpu")
     )
     try:
-        if c.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        if config.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             raise ValueError("--optimizer adamw8bit: needs torchao; pip install -e '.[lowbit]'")
-        check_apart(c, [*inputs(c.data), *filter(None, [c.init])])
-        check(flags.filled(c, device).on(c.world or world), world)
-        seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())
-        check_files(c.data, seqlen, hold_out=c.eval_every > 0)
+        check_apart(config, [*inputs(config.data), *filter(None, [config.init])])
+        check(flags.filled(config, device).on(config.world or world), world)
+        seqlen = config.seqlen or min(defaults["seqlen"] for defaults in flags.DEFAULTS.values())
+        check_files(config.data, seqlen, hold_out=config.eval_every > 0)
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:
@@ -104,42 +104,42 @@ def check_at_once(c: flags.Config, world: int) -> None:
 
 def available() -> int:
     """Bytes of the host's memory that this process and others may still take, by the system and by its container."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, TypeError):  # macOS
-        found.append(
+        limits.append(
             int(re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1])
             * 1024
         )
     for file in memory_limits():
         with suppress(OSError, ValueError):  # "max"
-            found.append(int(file.read_text()))
-    return min(found)
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def memory_limits(cgroups: Path = Path("/proc/self/cgroup")) -> list[Path]:
     """The files that may limit this process's memory: of its control groups and of all around them. A batch system or
     systemd makes a group for each job, a container hides those around it."""
-    found = []
+    files = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
         _, kinds, path = line.split(":", 2)
         # Of cgroup 1, of cgroup 2, which names no kinds.
         name = "memory.limit_in_bytes" if kinds else "memory.max"
         root = Path("/sys/fs/cgroup", "memory" * (kinds != ""))
         if not kinds or "memory" in kinds.split(","):
-            found += [
-                root / each.relative_to("/") / name for each in (Path(path), *Path(path).parents)
+            files += [
+                root / group.relative_to("/") / name for group in (Path(path), *Path(path).parents)
             ]
-    return found
+    return files
 
 
-def ranks_here(c: flags.Config, world: int) -> tuple[int, int]:
+def ranks_here(config: flags.Config, world: int) -> tuple[int, int]:
     """How many ranks there are, and how many of them this machine runs; of simulated ones it runs one."""
-    several = world > 1 and not c.world
-    return c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1
+    several = world > 1 and not config.world
+    return config.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1
 
 
 def check_fits(
-    c: flags.Config,
+    config: flags.Config,
     ranks: int,
     here: int,
     step_bytes=step_costs.step_bytes,
@@ -149,18 +149,21 @@ def check_fits(
     machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody. shape:
     the flags to lower where no batch fits; without them such a run is left to fail by itself."""
     free = available() / here
-    needs = step_bytes(c, ranks, c.batch)
-    if c.device != "cpu" or c.force or needs <= free:
+    needs = step_bytes(config, ranks, config.batch)
+    if config.device != "cpu" or config.force or needs <= free:
         return
     room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out
-    most = bisect_right(range(c.batch), room, key=lambda batch: step_bytes(c, ranks, batch)) - 1
+    most = (
+        bisect_right(range(config.batch), room, key=lambda batch: step_bytes(config, ranks, batch))
+        - 1
+    )
     if not (sizes := ("batch",) if most > 0 else shape):
         return
-    accum = -(-c.batch * c.grad_accum // max(1, most))
+    accum = -(-config.batch * config.grad_accum // max(1, most))
     fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "lower one of them"
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
     who = f"{here} ranks" if here > 1 else "a step"
-    asked = flags.written(c, *sizes)
+    asked = flags.written(config, *sizes)
     raise ValueError(
         f"{asked}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
         "tries it"

@@ -341,150 +341,160 @@ _RANGES = [
 ]  # fmt: skip
 
 
-def written(c: Config, *names: str) -> str:
+def written(config: Config, *names: str) -> str:
     """Flags as a command line has them."""
-    return " ".join(as_given(name, getattr(c, name)) for name in names)
+    return " ".join(as_given(name, getattr(config, name)) for name in names)
 
 
-def check_ranges(c: Config) -> None:
+def check_ranges(config: Config) -> None:
     """ValueError, one line, for the first flag whose value is none for any other flags."""
     for names, fits, allowed in _RANGES:
         for name in names.split():
-            if (value := getattr(c, name, None)) is not None and not fits(value):
-                raise ValueError(f"{written(c, name)[:80]}: must be {allowed}")
-    for name, value in c.flat().items():
+            if (value := getattr(config, name, None)) is not None and not fits(value):
+                raise ValueError(f"{written(config, name)[:80]}: must be {allowed}")
+    for name, value in config.flat().items():
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
             whose = " (ranks x --batch x --grad-accum)" * (name == "effective_batch")
-            raise ValueError(f"{written(c, name)[:80]}{whose}: must be below 2**31")
+            raise ValueError(f"{written(config, name)[:80]}{whose}: must be below 2**31")
     for name, (other, fits) in BESIDE.items():
-        own = next(group for group in (c.training, c.system, c.output) if hasattr(group, name))
-        if getattr(c, name) != getattr(type(own), name) and getattr(c, other) not in fits:
-            raise ValueError(f"{written(c, name)[:80]}: needs {as_given(other, ' or '.join(fits))}")
-    link(c.link)
-    for option in c.compile_options:
+        options = next(group for group in (config.training, config.system, config.output) if hasattr(group, name))
+        if getattr(config, name) != getattr(type(options), name) and getattr(config, other) not in fits:
+            raise ValueError(f"{written(config, name)[:80]}: needs {as_given(other, ' or '.join(fits))}")
+    link(config.link)
+    for option in config.compile_options:
         if "=" not in option and option != "plain":
             raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
-def _misfit(c: Config, started: int) -> str | None:
+def _misfit(config: Config, started: int) -> str | None:
     """The first thing that is wrong with resolved values together, or None."""
-    for name, bad, why in c.misfits(started):
-        wrong = [each for each, odd in bad.items() if odd] if isinstance(bad, dict) else []
+    for name, bad, why in config.misfits(started):
+        wrong = [odd_name for odd_name, odd in bad.items() if odd] if isinstance(bad, dict) else []
         if wrong or bad and not isinstance(bad, dict):
-            return f"{written(c, name)}: {f'not with {written(c, *wrong)}: ' * bool(wrong)}{why}"
+            return f"{written(config, name)}: {f'not with {written(config, *wrong)}: ' * bool(wrong)}{why}"
     return None
 
 
-def _shape_misfits(c: Config) -> list[tuple]:
-    heads = c.width // c.head_dim
-    is_bytes = c.data.split(":")[0] in ("stdlib", "text", "overfit")
+def _shape_misfits(config: Config) -> list[tuple]:
+    heads = config.width // config.head_dim
+    is_bytes = config.data.split(":")[0] in ("stdlib", "text", "overfit")
     return [
-        ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
-        ("head_dim", c.head_dim % 2, "must be even"),
-        ("grouping", heads % c.grouping, f"must divide the {heads} heads ({c.width} / {c.head_dim}), as --grouping 1"),
-        ("vocab", is_bytes and c.vocab < 256, f"must be at least 256 for the bytes of --data {c.data}"),
+        ("width", config.width % config.head_dim, f"must be a multiple of --head-dim {config.head_dim}"),
+        ("head_dim", config.head_dim % 2, "must be even"),
+        ("grouping", heads % config.grouping,
+         f"must divide the {heads} heads ({config.width} / {config.head_dim}), as --grouping 1"),
+        ("vocab", is_bytes and config.vocab < 256, f"must be at least 256 for the bytes of --data {config.data}"),
     ]  # fmt: skip
 
 
-def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
+def run_misfits(config: Config, started: int, ranks: int) -> list[tuple]:
     """Rows, as Config.misfits gives them, of where a run begins and ends, its ranks and their wrapper."""
-    named = c.resume not in ("auto", "never")
-    unsaved = c.save is None
-    modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(c.wrapper, (c.mode,))
-    hooked = c.wrapper in ("fsdp2", "ddp")
-    bare = c.wrapper == "none"
+    named = config.resume not in ("auto", "never")
+    unsaved = config.save is None
+    modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(config.wrapper, (config.mode,))
+    hooked = config.wrapper in ("fsdp2", "ddp")
+    bare = config.wrapper == "none"
     n = f"{ranks} rank{'s' * (ranks > 1)}"
     return [
-        *((name, unsaved and getattr(c, name) != getattr(Output, name), "needs --save DIR")
+        *((name, unsaved and getattr(config, name) != getattr(Output, name), "needs --save DIR")
           for name in ("save_every", "save_async", "save_errors", "keep", "keep_best")),
-        ("keep_best", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
+        ("keep_best", config.keep_best and (not config.eval_every or config.save_errors == "warn"),
          "needs --eval-every, and --save-errors stop"),
-        ("eval_batches", c.eval_batches != Optimization.eval_batches and not c.eval_every, "needs --eval-every N"),
-        ("explain_memory", c.explain_memory and dict(profile=c.profile is not None),
+        ("eval_batches", config.eval_batches != Optimization.eval_batches and not config.eval_every,
+         "needs --eval-every N"),
+        ("explain_memory", config.explain_memory and dict(profile=config.profile is not None),
          "both look into the same step; ask for one of them"),
-        ("world", c.world and dict(save=not unsaved, init=c.init is not None, resume=named, sample=c.sample),
+        ("world", config.world and dict(save=not unsaved, init=config.init is not None, resume=named,
+         sample=config.sample),
          "simulated ranks hold no model worth saving or asking"),
-        ("init", dict(resume=c.init is not None and named), "both have weights; leave one of them out"),
-        ("steps", c.steps == 0 and not c.eval_every, "trains nothing; add --eval-every 1 to evaluate, or give steps"),
-        ("steps", c.steps == 0 and dict(save=not unsaved, explain_memory=c.explain_memory, profile=c.profile),
+        ("init", dict(resume=config.init is not None and named), "both have weights; leave one of them out"),
+        ("steps", config.steps == 0 and not config.eval_every,
+         "trains nothing; add --eval-every 1 to evaluate, or give steps"),
+        ("steps", config.steps == 0 and dict(save=not unsaved, explain_memory=config.explain_memory,
+         profile=config.profile),
          "evaluates alone: nothing is saved, and no step looked into; name by --resume what to evaluate"),
-        ("effective_batch", c.effective_batch != ranks * c.batch * c.grad_accum,
-         f"must be {n} x --batch {c.batch} x a whole number (--grad-accum {c.grad_accum})"),
-        ("world", c.world and started not in (1, c.world),
+        ("effective_batch", config.effective_batch != ranks * config.batch * config.grad_accum,
+         f"must be {n} x --batch {config.batch} x a whole number (--grad-accum {config.grad_accum})"),
+        ("world", config.world and started not in (1, config.world),
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
-        ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
+        ("replicas", config.mode == "hybrid_shard" and ranks % config.replicas,
          f"must divide the {n}"),
-        ("wrapper", bare and (ranks > 1 or c.param_dtype != "fp32"),
-         f"works on one rank, this is {ranks}, with --param-dtype fp32, this is {c.param_dtype}"),
-        ("wrapper", hooked and dict(compile=c.compile not in ("none", "blocks"), mode=c.mode not in modes,
-         min_shard_mib=c.min_shard_mib, cuda_graph=c.cuda_graph,
-         reduce_dtype=c.wrapper == "ddp" and c.reduce_dtype == "bf16" and c.device == "cpu"),
+        ("wrapper", bare and (ranks > 1 or config.param_dtype != "fp32"),
+         f"works on one rank, this is {ranks}, with --param-dtype fp32, this is {config.param_dtype}"),
+        ("wrapper", hooked and dict(compile=config.compile not in ("none", "blocks"), mode=config.mode not in modes,
+         min_shard_mib=config.min_shard_mib, cuda_graph=config.cuda_graph,
+         reduce_dtype=config.wrapper == "ddp" and config.reduce_dtype == "bf16" and config.device == "cpu"),
          f"takes --compile none or blocks and --mode {' or '.join(modes)}, and bf16 is reduced by ddp on CUDA alone; "
          "use that, or --wrapper simple"),
     ]  # fmt: skip
 
 
-def step_misfits(c: Config) -> list[tuple]:
+def step_misfits(config: Config) -> list[tuple]:
     """Rows of what a step is made of."""
-    cpu = c.device == "cpu"
-    bf16 = c.param_dtype == "bf16"
-    uncut = "plain" in c.compile_options
+    cpu = config.device == "cpu"
+    bf16 = config.param_dtype == "bf16"
+    uncut = "plain" in config.compile_options
     return [
-        ("mlp", c.mlp == "lean" and dict(remat=c.remat == "pointwise", wrapper=c.wrapper == "ddp" and bf16),
+        ("mlp", config.mlp == "lean" and dict(remat=config.remat == "pointwise",
+         wrapper=config.wrapper == "ddp" and bf16),
          "it recomputes what pointwise keeps, and ddp's autocast does not cast it; add --param-dtype fp32"),
-        ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
-         f"on a CPU torch cannot compile this over shards (--compile {c.compile}); use --compile none"),
-        ("ahead", c.ahead != 1 and dict(compile=c.compile in ("none", "blocks"), compile_options=uncut),
+        ("remat_core", config.remat_core and cpu and config.compile != "none" and config.wrapper != "none",
+         f"on a CPU torch cannot compile this over shards (--compile {config.compile}); use --compile none"),
+        ("ahead", config.ahead != 1 and dict(compile=config.compile in ("none", "blocks"), compile_options=uncut),
          "moves nothing there; use it with --compile fwdbwd, model or step, without plain"),
-        ("keep_last", c.keep_last and dict(reshard=not c.reshard, wrapper=c.wrapper != "simple",
-         accum_sync=c.accum_sync == "last", mode=c.mode == "replicate"),
+        ("keep_last", config.keep_last and dict(reshard=not config.reshard, wrapper=config.wrapper != "simple",
+         accum_sync=config.accum_sync == "last", mode=config.mode == "replicate"),
          "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
-        ("cuda_graph", c.cuda_graph and dict(device=cpu, world=c.world, explain_memory=c.explain_memory,
-         verbose=c.verbose > 1), "needs CUDA, and has no moment for the host in a step; leave one of them out"),
-        ("compile", c.compile == "step" and dict(grad_accum=c.grad_accum > 1, accum_sync=c.accum_sync != "every",
-         verbose=c.verbose > 1), "is one graph of one micro-batch, which gives no gradients; use --compile fwdbwd"),
-        ("optimizer", c.optimizer == "adamw8bit" and dict(compile=c.compile == "step", cuda_graph=c.cuda_graph,
-         adam_dtype=c.adam_dtype != "fp32"),
+        ("cuda_graph", config.cuda_graph and dict(device=cpu, world=config.world, explain_memory=config.explain_memory,
+         verbose=config.verbose > 1), "needs CUDA, and has no moment for the host in a step; leave one of them out"),
+        ("compile", config.compile == "step" and dict(grad_accum=config.grad_accum > 1,
+         accum_sync=config.accum_sync != "every",
+         verbose=config.verbose > 1),
+         "is one graph of one micro-batch, which gives no gradients; use --compile fwdbwd"),
+        ("optimizer", config.optimizer == "adamw8bit" and dict(compile=config.compile == "step",
+         cuda_graph=config.cuda_graph,
+         adam_dtype=config.adam_dtype != "fp32"),
          "torchao compiles its update itself, and the host reads whether a step is refused; leave the other flag out"),
-        ("accum_sync", c.accum_sync == "shards" and c.mode != "hybrid_shard", "shards needs --mode hybrid_shard"),
-        ("attn", cpu and c.attn in ("flex", "cudnn", "efficient"),
+        ("accum_sync", config.accum_sync == "shards" and config.mode != "hybrid_shard",
+         "shards needs --mode hybrid_shard"),
+        ("attn", cpu and config.attn in ("flex", "cudnn", "efficient"),
          "needs CUDA to train; use auto, flash or math on a CPU"),
     ]  # fmt: skip
 
 
-def filled(c: Config, device: str) -> Config:
+def filled(config: Config, device: str) -> Config:
     """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
-    unset = {name: default for name, default in c.DEFAULTS[device].items() if getattr(c, name) is None}
-    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
-    own = dict(device=device, mode=mode, link=measured(c.link))  # a row must hold figures, not the name of a file
-    return replace(c, training=replace(c.training, **unset), system=replace(c.system, **own))
+    unset = {name: default for name, default in config.DEFAULTS[device].items() if getattr(config, name) is None}
+    mode = "replicate" if config.wrapper == "ddp" and config.mode == "fully_shard" else config.mode  # DDP replicates
+    values = dict(device=device, mode=mode, link=measured(config.link))  # a row holds figures, not a file's name
+    return replace(config, training=replace(config.training, **unset), system=replace(config.system, **values))
 
 
-def resolve(c: Config, device: str, world: int) -> Config:
+def resolve(config: Config, device: str, world: int) -> Config:
     """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
-    c = filled(c, device).on(c.world or world)
-    check_ranges(c)
-    if problem := _misfit(c, world):
+    config = filled(config, device).on(config.world or world)
+    check_ranges(config)
+    if problem := _misfit(config, world):
         raise ValueError(problem)
-    return c
+    return config
 
 
-def world_label(c: Config, world: int) -> int | str:
+def world_label(config: Config, world: int) -> int | str:
     """The number of ranks as a row has it: 8, or for simulated ones "8(sim h100-nvlink)"."""
-    return f"{c.world}(sim {c.link})" if c.world else world
+    return f"{config.world}(sim {config.link})" if config.world else world
 
 
-def setting(c: Config) -> dict:
+def setting(config: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
-    found = {name: value for name, value in c.flat().items() if name not in skip}
+    values = {name: value for name, value in config.flat().items() if name not in skip}
     for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
-        if isinstance(value := found.get(name), str):
-            found[name] = without_user(value)
+        if isinstance(value := values.get(name), str):
+            values[name] = without_user(value)
         elif value is not None:
-            found[name] = [without_user(each) for each in value]
-    return found
+            values[name] = [without_user(text) for text in value]
+    return values
 
 
 def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
@@ -499,9 +509,9 @@ def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
         return []
     try:
         text = Path(path).read_text().strip()
-        found = json.loads(text.splitlines()[-1] if path.endswith(".jsonl") else text)
-        found = found.get("flags", found)
-        settings = {name: found[name] for name in found if name not in ("continues", "after_step", "grad_accum")}
+        stored = json.loads(text.splitlines()[-1] if path.endswith(".jsonl") else text)
+        stored = stored.get("flags", stored)
+        settings = {name: stored[name] for name in stored if name not in ("continues", "after_step", "grad_accum")}
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name the settings or the results of a run") from None
     except (ValueError, AttributeError, TypeError, IndexError):
@@ -529,9 +539,11 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None, kind: ty
         argv = [*settings_words(argv, kind), *argv]
     except ValueError as error:
         fail(str(error), rank)
-    c = command_line.parse(kind, argv, check_ranges, prog, description, rank)
-    devices = [*c.DEFAULTS] if c.device == "auto" and may_have_gpu() else [c.device.replace("auto", "cpu")]
-    problems = [_misfit(filled(c, each).on(c.world or world), world) for each in devices] if world else [None]
+    config = command_line.parse(kind, argv, check_ranges, prog, description, rank)
+    auto = config.device == "auto" and may_have_gpu()
+    devices = [*config.DEFAULTS] if auto else [config.device.replace("auto", "cpu")]
+    ranks = config.world or world
+    problems = [_misfit(filled(config, device).on(ranks), world) for device in devices] if world else [None]
     if all(problems):  # if one device would do, torch must first say which it is
         fail(problems[0], rank)
-    return c
+    return config

@@ -119,33 +119,33 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
     def stop(error: OSError):
         raise error
 
-    found = []
+    paths = []
     if not os.path.isdir(root):
         return [Path(root)]
     for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [
+        paths += [
             Path(folder, name)
             for name in names
             if not name.startswith(".") and name.endswith(suffix)
         ]
     return sorted(
-        (file for file in found if file.is_file()),
+        (file for file in paths if file.is_file()),
         key=lambda file: file.relative_to(root).as_posix(),
     )
 
 
 def matching(pattern: str) -> list[str]:
     """The paths of a pattern, sorted. DataError where ** comes to one twice, as by a link to a folder around it."""
-    found = []
+    paths = []
     first = {}
     for path in glob.iglob(pattern, recursive=True):
         other = first.setdefault(os.path.realpath(path), path)
         if "**" in pattern and os.path.normpath(other) != os.path.normpath(path):
             fix = "remove the link, or name a pattern without **"
             raise unusable(pattern, "each file once", f"{other} and {path}, which are one", fix)
-        found.append(path)
-    return sorted(found)
+        paths.append(path)
+    return sorted(paths)
 
 
 def reader(
@@ -260,8 +260,8 @@ def _check_length(
     source: str, root: str, files: list, tokens: int, seqlen: int = 0, hold_out: bool = False
 ) -> None:
     if not tokens:
-        found = f"0 bytes in {_n(len(files))} file{'s' * (len(files) != 1)}"
-        raise unusable(f"{root}, byte 0", "text", found, "name a file or folder with text")
+        amount = f"0 bytes in {_n(len(files))} file{'s' * (len(files) != 1)}"
+        raise unusable(f"{root}, byte 0", "text", amount, "name a file or folder with text")
     needed = (seqlen + 1) * (1 + hold_out)
     if tokens < needed:
         again = ", and as many that --eval-every holds out" * hold_out
@@ -354,8 +354,8 @@ class ReadAhead(Iterator):
             wanted = self.sample, self.sample + self.global_batch
             try:
                 self.ahead = {
-                    each: self.ahead[each] if each in self.ahead else self._batch(each)
-                    for each in wanted
+                    sample: self.ahead[sample] if sample in self.ahead else self._batch(sample)
+                    for sample in wanted
                 }
             except DataError as error:
                 self.error = error
@@ -429,7 +429,7 @@ class Batches(ReadAhead):
         import torch
 
         first = (0 if self.overfit else sample) + self.rank * self.rows
-        return torch.stack([self.row(each) for each in range(first, first + self.rows)])
+        return torch.stack([self.row(index) for index in range(first, first + self.rows)])
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first `count` batches of what is held out, always the same: (tokens [B, T], targets [B, T]) of this rank.
@@ -443,15 +443,15 @@ class Batches(ReadAhead):
             # [B, T+1].
             out = torch.zeros(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")
             first += self.rank * self.rows
-            there = max(0, min(self.rows, len(self.held) - first))
+            rows_left = max(0, min(self.rows, len(self.held) - first))
             try:
-                for i in range(there):
+                for i in range(rows_left):
                     out[i] = self.row(first + i, held=True)
             except DataError as error:
                 self.error = error
-                there = 0
+                rows_left = 0
             tokens, targets = out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
-            targets[there:] = IGNORE
+            targets[rows_left:] = IGNORE
             yield tokens, targets
 
     def prompt(self, most: int) -> list[int]:

@@ -24,11 +24,11 @@ TEMPERATURE = 0.8  # of --sample: below 1, likely tokens are drawn more often th
 
 
 @contextmanager
-def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
+def _inference(config: Config, step: Step, device: torch.device) -> Iterator[None]:
     before, step.phase = step.phase, "eval"  # for the message when memory runs out
     dtype = getattr(step, "autocast", None)  # of --wrapper ddp
     # FlexAttention without its kernel would make all scores at once.
-    stance = torch.compiler.set_stance("default" if c.attn == "flex" else "force_eager")
+    stance = torch.compiler.set_stance("default" if config.attn == "flex" else "force_eager")
     with stance, torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
     for module in step.model.modules():
@@ -38,7 +38,7 @@ def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
 
 
 def evaluate(
-    c: Config,
+    config: Config,
     step: Step,
     batches: Batches,
     device: torch.device,
@@ -48,29 +48,32 @@ def evaluate(
     is bytes and eval_ppl, perplexity, of other data. The same on every rank, and but for rounding on any number of
     ranks. between: called at every batch."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed losses, tokens
-    with _inference(c, step, device):
-        for tokens, targets, *more in batches.held_out(c.eval_batches):
+    with _inference(config, step, device):
+        for tokens, targets, *extra in batches.held_out(config.eval_batches):
             between()
-            inputs = {name: t for each in more for name, t in each.items()}
-            for x, y, own in step.micro_batches(tokens, targets, inputs):
+            inputs = {name: t for batch_inputs in extra for name, t in batch_inputs.items()}
+            for x, y, micro_inputs in step.micro_batches(tokens, targets, inputs):
                 # [B, T] each.
                 x = x.to(device)
                 y = y.to(device)
-                own = {name: t.to(device) for name, t in own.items()}
+                micro_inputs = {name: t.to(device) for name, t in micro_inputs.items()}
                 total += torch.stack(
-                    (step.model(x, y, c.loss_chunk, **own).double(), (y != IGNORE).sum())
+                    (
+                        step.model(x, y, config.loss_chunk, **micro_inputs).double(),
+                        (y != IGNORE).sum(),
+                    )
                 )
         if batches.error:  # the next boundary ends the run
             total[0] = math.nan
         loss, count = step.all_reduce(total, "sum").tolist()
-    found = dict(eval_loss=loss / count)
+    figures = dict(eval_loss=loss / count)
     if batches.bytes:
-        return found | dict(eval_bpb=found["eval_loss"] / math.log(2))
-    return found | dict(eval_ppl=math.exp(min(found["eval_loss"], 700)))
+        return figures | dict(eval_bpb=figures["eval_loss"] / math.log(2))
+    return figures | dict(eval_ppl=math.exp(min(figures["eval_loss"], 700)))
 
 
 def sample(
-    c: Config,
+    config: Config,
     step: Step,
     batches: Batches,
     device: torch.device,
@@ -78,13 +81,13 @@ def sample(
 ) -> list[str]:
     """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some, without
     those after one that ends an answer. Each costs a forward of --seqlen tokens. between: called before each."""
-    T = c.seqlen
-    generator = torch.Generator(device="cpu").manual_seed(c.seed)
+    T = config.seqlen
+    generator = torch.Generator(device="cpu").manual_seed(config.seed)
     ids = batches.prompt(max(1, T // 2))
-    given = len(ids)
-    vocab = 256 if batches.bytes else c.vocab
-    with _inference(c, step, device):
-        for _ in range(c.sample):
+    prompt_length = len(ids)
+    vocab = 256 if batches.bytes else config.vocab
+    with _inference(config, step, device):
+        for _ in range(config.sample):
             between()
             seen = torch.tensor([ids[-T:]], device="cpu")  # [1, up to T]
             # No token sees what follows it.
@@ -93,10 +96,10 @@ def sample(
             chances = (logits.float().cpu().nan_to_num() / TEMPERATURE).softmax(0)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
     # All are written first: ranks that stopped at different ones would wait for each other.
-    ends = [i for i in range(given, len(ids)) if ids[i] in batches.ends]
-    written = ids[given : ends[0] + 1 if ends else None]
+    ends = [i for i in range(prompt_length, len(ids)) if ids[i] in batches.ends]
+    written = ids[prompt_length : ends[0] + 1 if ends else None]
     of = "held-out" if batches.held else "training"
     return [
-        f"sample   {given} {batches.unit} of {of} data, then after | {len(written)} that the model wrote:",
-        f"{batches.readable(ids[:given])}|{batches.readable(written)}",
+        f"sample   {prompt_length} {batches.unit} of {of} data, then after | {len(written)} that the model wrote:",
+        f"{batches.readable(ids[:prompt_length])}|{batches.readable(written)}",
     ]

@@ -54,10 +54,10 @@ def measured(text: str) -> str:
         raise ValueError(f"--link {text}: is a pipe or device; {fix}")
     try:
         with open(file) as rows:
-            found = [
+            links = [
                 row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)
             ]
-        return f"{found[-1]['alpha_us']:.3f}:{found[-1]['gb_per_s']:.6f}"
+        return f"{links[-1]['alpha_us']:.3f}:{links[-1]['gb_per_s']:.6f}"
     except OSError as error:
         raise ValueError(f"--link {text}: {error.strerror}; {fix}") from None
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -72,9 +72,9 @@ def link(text: str, ports: bool = False) -> Link:
     text = measured(text)
     if text == "none":
         return Link(0.0, float("inf"))
-    found = re.fullmatch(r"(\d+\.?\d*):(?:(\d+)x)?(\d+\.?\d*)", text)
+    numbers = re.fullmatch(r"(\d+\.?\d*):(?:(\d+)x)?(\d+\.?\d*)", text)
     latency, many, bandwidth = (
-        found.groups() if found else (LATENCY_US, None, NAMED_GB_PER_S.get(text, 0.0))
+        numbers.groups() if numbers else (LATENCY_US, None, NAMED_GB_PER_S.get(text, 0.0))
     )
     if float(bandwidth) > 0 and (many is None or ports and int(many)):
         return Link(float(latency) * 1e-6, float(bandwidth) * 1e9, int(many or 0))

@@ -23,18 +23,18 @@ import muon
 from trainer.config import Config
 
 
-def learning_rate(c: Config, k: int) -> float:
+def learning_rate(config: Config, k: int) -> float:
     """Of step k, from 0 on: linear warm-up, then --schedule."""
-    if k < c.warmup:
-        return c.lr * (k + 1) / c.warmup
-    if c.schedule == "constant":
-        return c.lr
-    if c.schedule == "wsd":
-        return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
-    if c.schedule != "cosine":
-        raise ValueError(f"--schedule {c.schedule}: no rate is known of it")
-    progress = (k - c.warmup) / max(1, c.steps - c.warmup)
-    return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+    if k < config.warmup:
+        return config.lr * (k + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        return config.lr * min(1, 0.1 + 0.9 * (config.steps - k) / max(1, config.steps / 5))
+    if config.schedule != "cosine":
+        raise ValueError(f"--schedule {config.schedule}: no rate is known of it")
+    progress = (k - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def local(t: Tensor) -> Tensor:

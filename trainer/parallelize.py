@@ -31,10 +31,10 @@ from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 from trainer.step_costs import NEWTON_SCHULZ_STEPS
 
 
-def compile_options(c: flags.Config) -> dict:
+def compile_options(config: flags.Config) -> dict:
     """--compile-options as a dict. Values are read as Python literals, as strings where they are none."""
     options = {}
-    for option in c.compile_options:
+    for option in config.compile_options:
         name, _, value = option.partition("=")
         with suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value or "True")
@@ -42,51 +42,55 @@ def compile_options(c: flags.Config) -> dict:
     return options
 
 
-def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
+def model_config(config: flags.Config, device: torch.device) -> ModelConfig:
     """The reference transformer's configuration. ValueError, one line, for attention that cannot run on `device`."""
-    sdpa, _ = choose_kernel(c, device)
-    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name != "sdpa"}
-    return ModelConfig(**same | dict(attn="flex" if c.attn == "flex" else "sdpa", sdpa=sdpa))
+    sdpa, _ = choose_kernel(config, device)
+    same = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if f.name != "sdpa"}
+    return ModelConfig(**same | dict(attn="flex" if config.attn == "flex" else "sdpa", sdpa=sdpa))
 
 
-def reference_model(c: flags.Config, device: torch.device) -> Transformer:
+def reference_model(config: flags.Config, device: torch.device) -> Transformer:
     """The transformer of resolved flags for `device`, on the meta device. ValueError as above, and from --mlp lean."""
     with torch.device("meta"):
-        return Transformer(model_config(c, device))
+        return Transformer(model_config(config, device))
 
 
-def make_mesh(c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
+def make_mesh(config: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
     """The mesh of `world` ranks that resolved flags ask for: of one dimension, "shard", or for hybrid_shard of two,
     "replicate" and "shard". Wrapper "none" has none."""
-    if c.wrapper == "none":
+    if config.wrapper == "none":
         return None
-    shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
+    shape = (
+        (config.replicas, world // config.replicas) if config.mode == "hybrid_shard" else (world,)
+    )
     names = ("replicate", "shard")[-len(shape) :]
     return dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
-def wrap(model: nn.Module, c: flags.Config, mesh: dist.DeviceMesh | None) -> None:
+def wrap(model: nn.Module, config: flags.Config, mesh: dist.DeviceMesh | None) -> None:
     """Shards `model` over the mesh of `make_mesh` as resolved flags say; without a mesh it stays as it is."""
     if mesh is None:
         return
-    dtypes = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
-    small = int(c.min_shard_mib * 2**20)
-    if c.wrapper == "simple":
-        how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
+    dtypes = (DTYPES[config.param_dtype], DTYPES[config.reduce_dtype])
+    small = int(config.min_shard_mib * 2**20)
+    if config.wrapper == "simple":
+        how = dict(mode=config.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
         over = mesh
         # A replica knows nothing of the others: the step averages over them.
-        if c.accum_sync == "shards":
+        if config.accum_sync == "shards":
             over = mesh["shard"]
             how["mode"] = "fully_shard"
         # Routers of experts and the like, which transformers keeps in fp32.
-        for part in getattr(model, "parts_in_fp32", ()) if c.param_dtype != "fp32" else ():
+        for part in getattr(model, "parts_in_fp32", ()) if config.param_dtype != "fp32" else ():
             exact = how | dict(mp_policy=MixedPrecisionPolicy(torch.float32, dtypes[1]))
-            data_parallel(model.get_submodule(part), over, reshard_after_forward=c.reshard, **exact)
-        for block in units_of(model)[-1:] if c.keep_last else ():
+            data_parallel(
+                model.get_submodule(part), over, reshard_after_forward=config.reshard, **exact
+            )
+        for block in units_of(model)[-1:] if config.keep_last else ():
             data_parallel(model.get_submodule(block), over, reshard_after_forward=False, **how)
-        data_parallel(model, over, reshard_after_forward=c.reshard, **how)
-    elif c.wrapper == "fsdp2":
-        how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
+        data_parallel(model, over, reshard_after_forward=config.reshard, **how)
+    elif config.wrapper == "fsdp2":
+        how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=config.reshard)
         for block in units_of(model):
             fully_shard(model.get_submodule(block), **how)
         # The root stays gathered, as is its default.
@@ -98,7 +102,7 @@ class HookedStep(Step):
 
     def __init__(
         self,
-        c: flags.Config,
+        config: flags.Config,
         model: nn.Module,
         optimizer: AdamW,
         options: dict,
@@ -108,18 +112,22 @@ class HookedStep(Step):
         super().__init__(model, optimizer, **kwargs)
         self.accum_sync = accum_sync
         self.autocast = (
-            DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
+            DTYPES[config.param_dtype]
+            if config.wrapper == "ddp" and config.param_dtype != "fp32"
+            else None
         )
-        own = {name: value for name, value in options.items() if name != "plain"}
-        for block in blocks_to_compile(model, "none") if c.compile == "blocks" else ():
+        inductor_options = {name: value for name, value in options.items() if name != "plain"}
+        for block in blocks_to_compile(model, "none") if config.compile == "blocks" else ():
             # Not its call: FSDP2's hooks.
-            block.forward = torch.compile(block.forward, fullgraph=True, options=own)
-        if c.compile == "blocks":  # the loss, too, as ours
-            self.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=own)
+            block.forward = torch.compile(block.forward, fullgraph=True, options=inductor_options)
+        if config.compile == "blocks":  # the loss, too, as ours
+            self.cross_entropy = torch.compile(
+                cross_entropy, fullgraph=True, options=inductor_options
+            )
             self.model_gives_logits = True
-        if c.wrapper == "ddp":
+        if config.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
-            if c.reduce_dtype == "bf16":
+            if config.reduce_dtype == "bf16":
                 self.call.register_comm_hook(None, bf16_compress_hook)
 
     def micro_batches(
@@ -168,44 +176,49 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 
 
 def make_optimizer(
-    c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None
+    config: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None
 ) -> AdamW | AdamW8bit | Muon:
     """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train, and without torchao."""
     adamw = dict(
-        betas=(c.adam_beta1, c.adam_beta2),
-        weight_decay=c.weight_decay,
-        moment_dtype=DTYPES[c.adam_dtype],
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.weight_decay,
+        moment_dtype=DTYPES[config.adam_dtype],
     )
-    if c.optimizer == "adamw":
-        return AdamW(model.parameters(), c.lr, **adamw)
-    if c.optimizer == "adamw8bit":
+    if config.optimizer == "adamw":
+        return AdamW(model.parameters(), config.lr, **adamw)
+    if config.optimizer == "adamw8bit":
         del adamw["moment_dtype"]
-        return AdamW8bit(model.parameters(), c.lr, compiled=c.compile != "none", **adamw)
-    if c.optimizer != "muon":
-        raise ValueError(f"--optimizer {c.optimizer}: nothing makes it")
+        return AdamW8bit(model.parameters(), config.lr, compiled=config.compile != "none", **adamw)
+    if config.optimizer != "muon":
+        raise ValueError(f"--optimizer {config.optimizer}: nothing makes it")
     how = dict(
-        weight_decay=c.weight_decay,
+        weight_decay=config.weight_decay,
         momentum=0.95,
         nesterov=True,
         ns_coefficients=COEFFICIENTS,
         eps=1e-7,
         ns_steps=NEWTON_SCHULZ_STEPS,
-        adjust_lr_fn=c.muon_adjust_lr,
-        ns_dtype=DTYPES[c.muon_dtype],
+        adjust_lr_fn=config.muon_adjust_lr,
+        ns_dtype=DTYPES[config.muon_dtype],
     )
     return Muon(
-        model, c.lr, (c.muon_lr or c.lr) / c.lr, mesh if c.wrapper == "ddp" else None, how, **adamw
+        model,
+        config.lr,
+        (config.muon_lr or config.lr) / config.lr,
+        mesh if config.wrapper == "ddp" else None,
+        how,
+        **adamw,
     )
 
 
 def materialise(
-    model: LanguageModel, c: flags.Config, device: torch.device, draw: bool = True
+    model: LanguageModel, config: flags.Config, device: torch.device, draw: bool = True
 ) -> None:
     """Gives the wrapped model, which is on meta, memory on `device`, and values drawn from --seed: the same for every
     number of ranks."""
     to_empty(model, device)
     if draw:
-        torch.manual_seed(c.seed)
+        torch.manual_seed(config.seed)
         with disable_data_parallel():
             model.init_weights()
     if isinstance(model, FSDPModule):
@@ -215,7 +228,7 @@ def materialise(
 
 
 def training_step(
-    c: flags.Config,
+    config: flags.Config,
     model: LanguageModel,
     optimizer: AdamW | Muon,
     mesh: dist.DeviceMesh | None,
@@ -225,29 +238,29 @@ def training_step(
 ) -> Step:
     """The step of resolved flags, compiled by --compile at its first call. between, inspect: see Step; compiled_update:
     see make_step. ValueError as make_step."""
-    model.prepare(c.seqlen, optimizer.lr.device)
+    model.prepare(config.seqlen, optimizer.lr.device)
     kwargs = dict(
-        options=compile_options(c),
+        options=compile_options(config),
         mesh=mesh,
-        grad_accum=c.grad_accum,
-        accum_sync=c.accum_sync,
-        clip=c.clip,
-        chunk=c.loss_chunk if c.loss == "chunked" else 0,
-        param_dtype=DTYPES[c.param_dtype],
-        reduce_dtype=DTYPES[c.reduce_dtype],
-        norm_limit=c.norm_limit,
+        grad_accum=config.grad_accum,
+        accum_sync=config.accum_sync,
+        clip=config.clip,
+        chunk=config.loss_chunk if config.loss == "chunked" else 0,
+        param_dtype=DTYPES[config.param_dtype],
+        reduce_dtype=DTYPES[config.reduce_dtype],
+        norm_limit=config.norm_limit,
         between=between,
         inspect=inspect,
     )
-    if c.wrapper in ("fsdp2", "ddp"):
-        return HookedStep(c, model, optimizer, **kwargs)
-    own = c.optimizer == "adamw8bit"  # torchao compiles its update itself
-    how = dict(ahead=c.ahead, compiled_update=False if own else compiled_update)
-    return make_step(c.compile, model, optimizer, **how, **kwargs)
+    if config.wrapper in ("fsdp2", "ddp"):
+        return HookedStep(config, model, optimizer, **kwargs)
+    compiles_itself = config.optimizer == "adamw8bit"  # torchao compiles its update itself
+    how = dict(ahead=config.ahead, compiled_update=False if compiles_itself else compiled_update)
+    return make_step(config.compile, model, optimizer, **how, **kwargs)
 
 
 def build(
-    c: flags.Config,
+    config: flags.Config,
     device: torch.device,
     world: int,
     *,
@@ -259,14 +272,14 @@ def build(
     group unless --wrapper none. model: on the meta device, unwrapped (default: the reference transformer). init=False
     leaves parameters as they are allocated. ValueError for a model that has values, which would
     be lost, and as `training_step`."""
-    model = reference_model(c, device) if model is None else model
+    model = reference_model(config, device) if model is None else model
     if not all(p.is_meta for p in model.parameters()):
         raise ValueError(
             "model: has values already, which would be lost; build it under torch.device('meta')"
         )
-    mesh = make_mesh(c, device, world)
-    wrap(model, c, mesh)
-    materialise(model, c, device, draw=init)
+    mesh = make_mesh(config, device, world)
+    wrap(model, config, mesh)
+    materialise(model, config, device, draw=init)
     return training_step(
-        c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update
+        config, model, make_optimizer(config, model, mesh), mesh, compiled_update=compiled_update
     )

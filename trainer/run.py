@@ -280,8 +280,8 @@ class Run:
 
     def next_batch(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
-        tokens, targets, *more = next(self.batches)
-        inputs = {name: t for named in more for name, t in named.items()}
+        tokens, targets, *extra = next(self.batches)
+        inputs = {name: t for named in extra for name, t in named.items()}
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
         inputs = {name: t.to(self.device, non_blocking=True) for name, t in inputs.items()}
         self.watchdog.beat(self.state.step + 1, "step")
@@ -292,14 +292,14 @@ class Run:
         if self.logged:
             self.logged_norms = parameter_norms(self.step.model, params, grads)
 
-    def log_step(self, k: int, loss: Tensor, lr: float, **more: float) -> None:
+    def log_step(self, k: int, loss: Tensor, lr: float, **metrics: float) -> None:
         """Step k is done: its line if it is logged, with `more` in files and W&B, and NonFinite if the run must end for
         it. What is saved, evaluated and stopped from now on is after this step."""
         if self.logged:
             norm = self.step.grad_norm.item()
             ms = self.measured.timer.last()
             line = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
-            line |= more | figures(self, ms)
+            line |= metrics | figures(self, ms)
             if k == self.first and self.config.compile != "none":
                 # It compiles: its time is that of no step, and no rate comes of it.
                 line = {name: line[name] for name in line if name not in ("ms", "tok_s", "mfu")}

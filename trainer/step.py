@@ -363,8 +363,8 @@ class Step:
         divisor = self.loss_divisor(targets)
         loss, grads = 0.0, None
         with self.trained_parameters() as params:
-            for x, y, more in self.micro_batches(tokens, targets, inputs):
-                micro_loss = self.forward(x, y, divisor, **more)
+            for x, y, extra in self.micro_batches(tokens, targets, inputs):
+                micro_loss = self.forward(x, y, divisor, **extra)
                 grads = self.accumulate(grads, self.backward(micro_loss, params))
                 loss = loss + micro_loss.detach()
         grads = self.reduce(grads)
@@ -426,12 +426,12 @@ class Replayed:
         """tokens, targets [B, T] -> fp32 scalar, which the next call overwrites."""
         # From the first on: other strides recompile.
         self.inputs = self.inputs or (tokens.clone(), targets.clone())
-        for own, new in zip(self.inputs, (tokens, targets), strict=True):
-            if own.shape != new.shape:
+        for buffer, new in zip(self.inputs, (tokens, targets), strict=True):
+            if buffer.shape != new.shape:
                 raise ValueError(
-                    f"--cuda-graph: captured for a batch {[*own.shape]}, got {[*new.shape]}"
+                    f"--cuda-graph: captured for a batch {[*buffer.shape]}, got {[*new.shape]}"
                 )
-            own.copy_(new)
+            buffer.copy_(new)
         self.calls += 1
         if self.calls <= CUDA_GRAPH_WARMUP:
             return self.train_step(*self.inputs)
@@ -462,10 +462,10 @@ class Replayed:
 
 def check_mode(mode: str, options: dict | None = None) -> None:
     """Raises ValueError in one line where the installed torch cannot do `mode`, or has no such Inductor options."""
-    given = {name: value for name, value in (options or {}).items() if name != "plain"}
+    other_options = {name: value for name, value in (options or {}).items() if name != "plain"}
     try:
-        if given:  # asking torch costs tenths of a second
-            torch.compile(lambda: None, options=given)
+        if other_options:  # asking torch costs tenths of a second
+            torch.compile(lambda: None, options=other_options)
     except RuntimeError as e:
         problem, _, known = str(e).partition(", known options")
         like = did_you_mean(problem.split()[-1], re.findall(r"'([\w.]+)'", known))
@@ -479,11 +479,11 @@ def check_mode(mode: str, options: dict | None = None) -> None:
 
 def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
     """The repeated blocks of `model`. ValueError, which names the mode to use otherwise, if it has none."""
-    found = [model.get_submodule(name) for name in units_of(model)]
-    if not found:
+    blocks = [model.get_submodule(name) for name in units_of(model)]
+    if not blocks:
         what = "--compile blocks: the model has no repeated blocks"
         raise ValueError(f"{what}; use --compile {otherwise}")
-    return found
+    return blocks
 
 
 def make_step(
@@ -542,9 +542,9 @@ def make_step(
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
     if whole := step.whole_weights:
         # All parameters are gathered at once, without units to overlap with.
-        own = ({} if plain else BUCKETS) | options
-        whole.gather_fn = compiled("gather", whole.gather, own)
-        whole.reduce_fn = compiled("reduce", whole.reduce, own)
+        own_options = ({} if plain else BUCKETS) | options
+        whole.gather_fn = compiled("gather", whole.gather, own_options)
+        whole.reduce_fn = compiled("reduce", whole.reduce, own_options)
     # Where nothing is gathered they still order a backward for memory.
     options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
@@ -559,14 +559,14 @@ def make_step(
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).micro_batch_loss
-        own = types.FunctionType(
+        own_code = types.FunctionType(
             plain_loss.__code__.replace(),
             plain_loss.__globals__,
             plain_loss.__name__,
             plain_loss.__defaults__,
             plain_loss.__closure__,
         )
-        step.loss_fn = compiled("loss", types.MethodType(own, step), options)
+        step.loss_fn = compiled("loss", types.MethodType(own_code, step), options)
         if compiled_update:
             step.compiled_update = torch.compile(step.update, fullgraph=True)
     return step

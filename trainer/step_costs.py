@@ -13,9 +13,9 @@ from dataclasses import dataclass
 NEWTON_SCHULZ_STEPS = 5  # of Muon's iteration
 
 
-def muon(c) -> bool:
+def muon(config) -> bool:
     """Whether --optimizer muon is on. Rows of before there was that flag lack it."""
-    return getattr(c, "optimizer", "adamw") == "muon"
+    return getattr(config, "optimizer", "adamw") == "muon"
 
 
 def newton_schulz_flops(m: int, n: int, steps: int) -> int:
@@ -60,9 +60,9 @@ def causal_keys(seqlen: int) -> float:
     return (seqlen + 1) / 2
 
 
-def gated(c) -> bool:
+def gated(config) -> bool:
     """Whether the MLP has a gate beside its up product. Rows of before there was --block lack it."""
-    return getattr(c, "block", "gelu") == "llama"
+    return getattr(config, "block", "gelu") == "llama"
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Architecture:
 
     def _products(self, mlps_of_a_block: int) -> Counter:
         D, F = self.width, self.hidden
-        found: Counter = Counter()
+        products: Counter = Counter()
         for shape in self.attention_shapes:
-            found[shape] += self.depth
-        found[F, D] += (1 + self.gated) * self.depth * mlps_of_a_block
-        found[D, F] += self.depth * mlps_of_a_block
-        return +found
+            products[shape] += self.depth
+        products[F, D] += (1 + self.gated) * self.depth * mlps_of_a_block
+        products[D, F] += self.depth * mlps_of_a_block
+        return +products
 
     @property
     def hidden_matrices(self) -> Counter:
@@ -189,86 +189,97 @@ class Architecture:
         return 6 * self.multiplied + 3 * self.depth * core
 
 
-def reference(c) -> Architecture:
+def reference(config) -> Architecture:
     """The transformer of model.py at resolved flags."""
-    heads = c.width // c.head_dim
-    gate = gated(c)
+    heads = config.width // config.head_dim
+    gate = gated(config)
     return Architecture(
         "reference",
-        c.depth,
-        c.width,
+        config.depth,
+        config.width,
         heads,
-        heads // c.grouping,
-        c.head_dim,
-        c.grow * c.width,
-        c.vocab,
+        heads // config.grouping,
+        config.head_dim,
+        config.grow * config.width,
+        config.vocab,
         gated=gate,
-        biases=0 if gate else (c.grow + 1) * c.width,
-        norms=(2 if gate else 4) * c.width,
-        final_norm=(1 if gate else 2) * c.width,
+        biases=0 if gate else (config.grow + 1) * config.width,
+        norms=(2 if gate else 4) * config.width,
+        final_norm=(1 if gate else 2) * config.width,
     )
 
 
-def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
+def flops_per_token(config, seqlen: int, convention: str = "causal") -> int | float:
     """FLOPs of one token's training step of the reference transformer.
     convention: "linear", "palm" or "causal", as of `Architecture.flops_per_token`. "hardware": causal, plus what is
     multiplied again in backward: the scores inside the core's backward (7/6 of the core) and what recomputation and the
     lean MLP repeat, but the last product of a region, which nothing needs."""
-    a = reference(c)
+    a = reference(config)
     if convention != "hardware":
         return a.flops_per_token(seqlen, convention)
     linear, causal = (a.flops_per_token(seqlen, kind) for kind in ("linear", "causal"))
     core = causal - linear
     kv = a.kv_heads * a.head_dim
-    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, (1 + a.gated) * a.hidden, c.width))
-    once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
-    attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
-    again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
-    again += up * sum(
-        c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth)
+    qkv, up, o = (
+        2 * config.width * n
+        for n in (config.width + 2 * kv, (1 + a.gated) * a.hidden, config.width)
     )
-    return linear + core * 7 / 6 + again
+    once = core / (3 * config.depth) if config.remat_core else 0  # a forward of the core
+    attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
+    recomputed = sum(attention.get(config.remat_of(i), 0) for i in range(config.depth))
+    recomputed += up * sum(
+        config.mlp == "lean" or config.remat_of(i) in ("mlp", "both", "block")
+        for i in range(config.depth)
+    )
+    return linear + core * 7 / 6 + recomputed
 
 
-def kept_per_block(c, remat: str | None = None) -> float:
+def kept_per_block(config, remat: str | None = None) -> float:
     """What a block of the reference transformer, under `remat` (None: that of c), keeps for backward, in tensors
     [B, T, D]; no statistics (< 0.1). Of --block llama in compiled code: eager keeps silu(gate), too, `grow` more."""
-    kv = 2 / c.grouping
-    remat = remat or c.remat
+    kv = 2 / config.grouping
+    remat = remat or config.remat
     if remat == "block":
-        return 1 if c.remat_core else 2
+        return 1 if config.remat_core else 2
     if remat == "pointwise":  # the block's input, q, k, v, attention's output, o, up (and gate)
-        return 4 + kv + (1 + gated(c)) * c.grow
+        return 4 + kv + (1 + gated(config)) * config.grow
     attention = 4 + kv  # its input, the norm's output, q, k, v and attention's output
     if remat in ("attn", "both"):
-        attention = 1 + (not c.remat_core) + (not c.remat_norm)
+        attention = 1 + (not config.remat_core) + (not config.remat_norm)
     # Its input, the norm's output, what is before and after the activation.
-    mlp = 2 + (2 + gated(c)) * c.grow
-    if c.mlp == "lean":
+    mlp = 2 + (2 + gated(config)) * config.grow
+    if config.mlp == "lean":
         mlp = 1
     elif remat in ("mlp", "both"):
-        mlp = 1 + (not c.remat_norm)
+        mlp = 1 + (not config.remat_norm)
     return attention + mlp
 
 
-def moment_size(c) -> float:
+def moment_size(config) -> float:
     """Bytes of one of Adam's moments of a parameter; in 8 bits there is a scale in fp32 for each 256."""
-    if getattr(c, "optimizer", "adamw") == "adamw8bit":
+    if getattr(config, "optimizer", "adamw") == "adamw8bit":
         return 1 + 4 / 256
-    return {"fp32": 4, "bf16": 2}[c.adam_dtype]
+    return {"fp32": 4, "bf16": 2}[config.adam_dtype]
 
 
-def step_bytes(c, ranks: int, batch: int) -> float:
+def step_bytes(config, ranks: int, batch: int) -> float:
     """About what a training step of resolved flags holds on one of `ranks` at its peak, with `batch` sequences at once:
     weights and Adam's moments, and whichever is more, what is kept for backward and the logits, or the gradients."""
     size = {"fp32": 4, "bf16": 2}
-    sharded = c.wrapper != "none" and c.mode != "replicate"
-    own = reference(c).parameters / (
-        ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1
+    sharded = config.wrapper != "none" and config.mode != "replicate"
+    parameters = reference(config).parameters / (
+        ranks // (config.replicas if config.mode == "hybrid_shard" else 1) if sharded else 1
     )
-    tokens = batch * c.seqlen
-    width = size[c.param_dtype]
-    kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
-    kept *= c.depth * tokens * c.width * width
-    logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk)) * width
-    return own * (4 + 2 * moment_size(c)) + max(kept + logits, 4 * own)
+    tokens = batch * config.seqlen
+    width = size[config.param_dtype]
+    kept = config.remat_ratio * kept_per_block(config) + (1 - config.remat_ratio) * kept_per_block(
+        config, "none"
+    )
+    kept *= config.depth * tokens * config.width * width
+    logits = (
+        2
+        * config.vocab
+        * (tokens if config.loss == "full" else min(tokens, config.loss_chunk))
+        * width
+    )
+    return parameters * (4 + 2 * moment_size(config)) + max(kept + logits, 4 * parameters)

@@ -111,9 +111,13 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an exception or its cause says that memory ran out: a device's or the host's, not a kernel's shared."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
     says += "|MemoryError: |std::bad_alloc"
-    told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
+    says_so = isinstance(error, (RuntimeError, OSError)) and re.search(
+        says, str(error), re.IGNORECASE
+    )
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or bool(told) or (error.__cause__ is not None and out_of_memory(error.__cause__))
+    return (
+        known or bool(says_so) or (error.__cause__ is not None and out_of_memory(error.__cause__))
+    )
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class StepMeasurements:
     ) -> Tensor:
         """The step, with what its memory consists of in `explanation`; on CUDA also a snapshot, which
         pytorch.org/memory_viz draws."""
-        loss, found, notes = timeline.watch(
+        loss, memory_timeline, notes = timeline.watch(
             self.config,
             self.attached,
             tokens,
@@ -93,7 +93,7 @@ class StepMeasurements:
             snapshot=str(self.snapshot) if self.snapshot else None,
             train_step=train_step,
         )
-        self.explanation = timeline.lines(found, notes, self.explained + 1)
+        self.explanation = timeline.lines(memory_timeline, notes, self.explained + 1)
         return loss
 
     def first_step_done(self, stages: memory.Stages) -> None:
@@ -112,11 +112,11 @@ class StepMeasurements:
 
     def peak(self) -> dict[str, float | str]:
         """Memory at its peak so far, as a row has it."""
-        found = memory.highest(self.earlier_peak, memory.peak(self.device))
+        peaks = memory.highest(self.earlier_peak, memory.peak(self.device))
         # Since it was captured nothing was allocated.
         if self.replayed is not None and self.replayed.peak_mib:
-            found["peak_alloc_mib"] = max(self.replayed.peak_mib, found["peak_alloc_mib"])
-        return found
+            peaks["peak_alloc_mib"] = max(self.replayed.peak_mib, peaks["peak_alloc_mib"])
+        return peaks
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:

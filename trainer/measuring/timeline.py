@@ -301,8 +301,8 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
     """What the inputs of an op tell of the blocks that they lie in. shapes: of the parameters, each sorted."""
     inputs = e.typed[1].inputs
     at = FACTOR.get(e.name)
-    for i, given in enumerate(inputs):
-        for t in given if isinstance(given, list) else [given]:
+    for i, entry in enumerate(inputs):
+        for t in entry if isinstance(entry, list) else [entry]:
             if isinstance(t, _TensorMetadata) and t.storage_data_ptr:
                 weight = (
                     i == at
@@ -376,17 +376,17 @@ def _observed(step: Step) -> Iterator[list[dict[int, int]]]:
         yield seen
 
 
-def sizes_of(c: Config) -> Sizes:
+def sizes_of(config: Config) -> Sizes:
     """Of resolved flags."""
-    tokens = c.batch * c.seqlen
+    tokens = config.batch * config.seqlen
     rows = {tokens}
-    if c.loss == "chunked":
-        rows = {min(c.loss_chunk, tokens), tokens % c.loss_chunk} - {0}
+    if config.loss == "chunked":
+        rows = {min(config.loss_chunk, tokens), tokens % config.loss_chunk} - {0}
     return Sizes(
-        tuple(n * c.vocab for n in rows),
-        (c.param_dtype, "fp32"),
-        c.vocab,
-        rounded=c.device == "cuda",
+        tuple(n * config.vocab for n in rows),
+        (config.param_dtype, "fp32"),
+        config.vocab,
+        rounded=config.device == "cuda",
     )
 
 
@@ -420,7 +420,7 @@ def before(
 
 
 def watch(
-    c: Config,
+    config: Config,
     step: Step,
     tokens: Tensor,
     targets: Tensor,
@@ -444,7 +444,7 @@ def watch(
         loss = (train_step or step)(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(
-        profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes
+        profiler.profiler.kineto_results.experimental_event_tree(), config.device, shapes
     )
     for time, grads in zip([time for time, name in marks if name == GRADIENTS], seen, strict=True):
         events += [Event(time, ptr, 0, piece=GRADIENTS) for ptr in grads]
@@ -463,11 +463,11 @@ def watch(
         notes = [
             f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"
         ]
-    if c.vocab in (c.width, c.grow * c.width):
+    if config.vocab in (config.width, config.grow * config.width):
         notes.append("--vocab is a width of activations here: those count as logits")
     if not phases:
         notes.append(
             "one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
             "that no collective reads; both are workspace"
         )
-    return loss, Timeline(events, phases, base, sizes_of(c)), notes + written
+    return loss, Timeline(events, phases, base, sizes_of(config)), notes + written
