@@ -1,6 +1,7 @@
 """Will it fit, how fast, on how many GPUs: a training step planned before anyone rents the GPUs. Nothing is run.
 
     python plan.py --gpu h100 --gpus 8 --remat none                        # the flags of main.py, reference setting
+    python plan.py torchrun --nproc-per-node 8 main.py --compile blocks    # a command that runs it
     python plan.py --hf Qwen2.5-7B/ --gpus 8 --batch 2 --remat block       # a Hugging Face config.json
     python plan.py --gpus 8 --nodes 2 --best                               # the fastest plan that fits
     python plan.py --gpus 8 --what-if seqlen 2048 4096 8192

@@ -261,16 +261,19 @@ def sizes() -> dict[str, list[tuple[float, float, str]]]:
             kind = "eager" if row.q.c.compile == "none" else "compiled"
             planned = reserved(row.q.c, row.q.ranks)[0] * row.peak / 2**30
             found[f"published, {kind}, {row.memory_is}"].append((planned, row.memory, row.setting))
-    # Compiled rows of h100.jsonl are from before overlap.py ordered a backward for memory.
-    for gpu, file, mode in (("H100", "h100", "none"), ("H200", "h200_order", "fwdbwd")):
+    # Of h100.jsonl the eager rows: compiled ones are from before overlap.py ordered a backward for memory.
+    for gpu, file, modes in (
+        ("H100", "h100", ["none"]),
+        ("H200", "h200_order", ["fwdbwd", "blocks"]),
+    ):
         for number, r in enumerate(read_jsonl(ROOT / f"results/{file}.jsonl"), 1):
             c = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
-            known = r.get("peak_reserved_mib") and c.compile == mode
+            known = r.get("peak_reserved_mib") and c.compile in modes
             if not known or not {"remat", "ahead"} <= vars(c).keys():
                 continue
             ranks = c.world or r["world"]
             name = f"row {number} of results/{file}.jsonl"
-            kind = "eager" if mode == "none" else "compiled"
+            kind = "eager" if c.compile == "none" else "compiled"
             peak = step_peak(c, ranks).nbytes / 2**30
             about = reserved(c, ranks)[0] * peak
             found[f"one {gpu}, {kind}, max allocated"].append(
@@ -332,11 +335,11 @@ class Compared(NamedTuple):
 
 
 def simulated(path: Path) -> list[Compared]:
-    """MiB of rows of `lab.benchmarks.peaks` that a plan covers: --compile fwdbwd, --wrapper simple, our own policy."""
+    """MiB of rows of `lab.benchmarks.peaks` that a plan covers: of our own policy, --compile fwdbwd or blocks."""
     found = []
     for row in read_jsonl(path):
         c = SimpleNamespace(**row["flags"])
-        covered = (c.compile, c.wrapper) == ("fwdbwd", "simple") and not row["published"]
+        covered = c.compile in ("fwdbwd", "blocks") and not row["published"]
         if covered and row["outcome"] == "ok":
             peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
             found.append(Compared(row["line"] or row["command"], peak, row["simulated_mib"]))
@@ -383,20 +386,22 @@ def published_times(device: str = "A100SXM", name: str = "a100-80") -> list[Comp
     ]
 
 
-def own_times() -> list[Compared]:
-    """Milliseconds of the steps of one H100 that a plan covers. The smallest step counts, since a median holds what
+def own_times(
+    gpu: str = "h100", file: str = "h100", modes: Sequence[str] = ("fwdbwd",)
+) -> list[Compared]:
+    """Milliseconds of the steps of one GPU that a plan covers. The smallest step counts, since a median holds what
     else the machine did."""
     found = []
-    for number, row in enumerate(read_jsonl(ROOT / "results/h100.jsonl"), 1):
+    for number, row in enumerate(read_jsonl(ROOT / f"results/{file}.jsonl"), 1):
         flags = row.get("flags") or {}
         whole = {"depth", "remat", "ahead", "link", "compile_options"} <= flags.keys()
-        if not whole or (flags["compile"], flags["wrapper"]) != ("fwdbwd", "simple"):
+        if not whole or flags["compile"] not in modes or flags["wrapper"] == "ddp":
             continue
         if flags["ahead"] <= 1 and not flags.get("keep_last") and row.get("step_ms_min"):
             c = SimpleNamespace(**flags)
             ranks = c.world or row["world"]
-            planned = predicted_ms(c, ranks, hardware.gpu("h100"), c.link)
-            name = f"row {number} of results/h100.jsonl"
+            planned = predicted_ms(c, ranks, hardware.gpu(gpu), c.link)
+            name = f"row {number} of results/{file}.jsonl"
             found.append(Compared(name, planned, row["step_ms_min"]))
     return found
 
@@ -437,6 +442,7 @@ def show() -> None:
         ("published times, ms, A100", published_times()),
         ("published times, ms, RTX 4090", published_times("RTX4090", "rtx-4090")),
         ("steps of one H100, ms", own_times()),
+        ("steps of one H200, ms", own_times("h200", "h200_order", ("fwdbwd", "blocks"))),
     ):
         others = [each for each in times if each.name not in FITTED]
         put(*table(f"{title}, not fitted", others), sep="\n")

@@ -16,6 +16,7 @@ from lab.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_
 from trainer.step_costs import Architecture, muon, reference
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
+FINAL_IN_FP32 = "last input in fp32", "last input normed"
 
 
 class Step(Weights):
@@ -27,7 +28,7 @@ class Step(Weights):
         self.backward()
         if c.ahead < 1 and (self.gathers or self.reduces):
             self.tape.hurry(c.ahead)
-        if not self.eager:
+        if not (self.eager or self.by_blocks):
             self.tape.give_way(self.m / self.p)
 
     # Forward
@@ -45,7 +46,7 @@ class Step(Weights):
         self.op("positions", [], sin)
         self.arrive("f0", self.weights)
         table = ["emb bucket"] * self.gathers
-        if self.lean or self.c.batch < 3:
+        if self.lean or self.by_blocks or self.c.batch < 3:
             self.op("embedding", [*table, "positions"], self.make("x0", self.U))
             self.x0 = ["x0"]
         else:  # the partitioner takes a sum for twice its bytes, if all that read it can be fused
@@ -56,6 +57,8 @@ class Step(Weights):
         self.at = ""
         self.arrive("fhead", {})
         self.norm(L, "final norm", "nf")
+        if self.by_blocks and self.a.gated:  # an RMSNorm of several kernels
+            self.op("final norm in fp32", [], *map(self.wide, FINAL_IN_FP32))
         self.loss()
 
     def norm(self, i: int, where: str, out: str) -> None:
@@ -201,7 +204,8 @@ class Step(Weights):
         if self.c.loss == "full":
             V = self.a.vocab
             D = self.a.width
-            self.gather("bhead", self.head)
+            if not self.by_blocks:
+                self.gather("bhead", self.head)
             made = self.make("dz", self.logits, LOGITS)
             at = "gradient of the logits"
             wide = fp32_logits(self.c)
@@ -210,7 +214,9 @@ class Step(Weights):
                 self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
                 self.op(at, ["dzf"], made)
             else:
-                self.op(at, ["z", *["zf"] * wide], made, over=not wide)
+                self.op(at, ["z", *["zf"] * wide], made, over=not (wide or self.by_blocks))
+            if self.by_blocks:
+                self.gather("bhead", self.head)
             if not self.lora:
                 self.product("gradient of the head", ["dz", "nf"], "whead", V, self.n, D)
             self.arrive("bhead", {})
@@ -230,9 +236,10 @@ class Step(Weights):
         if local:
             self.landed(grad, self.head, self.c.loss != "full")
         before = self.input_again(L - 1)
-        if self.policies[-1] in ("pointwise", "block") and not self.lean:
+        if self.policies[-1] in ("pointwise", "block") and not (self.lean or self.by_blocks):
             self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
             before = [f"normed {L}"]
+        before = [*before, *FINAL_IN_FP32]
         self.op(
             "gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums()
         )
@@ -258,7 +265,8 @@ class Step(Weights):
     def input_again(self, i: int) -> list[str]:
         """What holds the input of the norm behind block i. Of a wholly recomputed block it is made again, unless the
         next block is as well, whose input is kept."""
-        if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
+        after = self.policies[i + 1 : i + 2]
+        if self.lean or self.by_blocks or self.policies[i] != "block" or "block" in after:
             return self.inputs(i + 1)
         before = self.at
         self.at = f"backward, block {i}, "
@@ -299,6 +307,8 @@ class Step(Weights):
         self.attention_backward(i, w, grads)
         if self.eager:
             self.op("what it kept", [f"eager{i}"], work=(("bytes", 0),))
+        if self.by_blocks and not self.root:  # as long as the weights that are cut from it
+            self.op("bucket of its weights", [f"{w} bucket", f"{w} sent"], work=(("bytes", 0),))
         self.bucket(w, self.block, grads)
 
     def arrive_in_backward(self, i: int) -> None:
@@ -334,7 +344,8 @@ class Step(Weights):
             g = f"g'{i}"
             if g not in self.again_made:
                 self.op("activation again", self.hidden(h), self.make(g, self.F))
-        self.wgrad("down", [gr, g], i, grads)
+        if not self.plain:
+            self.wgrad("down", [gr, g], i, grads)
         self.arrive_in_backward(i)
         held = [g] * self.eager  # autograd frees what a product kept when both gradients are there
         self.product(
@@ -349,7 +360,10 @@ class Step(Weights):
         again = again and policy != "pointwise"
         if self.norm_again(i, "mlp") and not again and self.a.gated:
             self.op("norm again", mid, self.make(nn, self.U))
-        self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
+        over = not (self.plain and self.a.gated)
+        self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=over)
+        if self.plain:
+            self.wgrad("down", [gr, g], i, grads)
         if self.norm_again(i, "mlp") and not again and not self.a.gated:
             self.op("norm again", mid, self.make(nn, self.U))
         self.wgrad_up(i, nn, grads)
@@ -485,7 +499,7 @@ class Step(Weights):
         policy = self.policies[i]
         if policy == "pointwise" or policy in AGAIN[branch]:
             return self.c.remat_norm or policy in ("block", "pointwise")
-        return not self.eager
+        return not (self.eager or self.plain)
 
     def normed_again(self, i: int) -> str:
         """The input of q, k and v, which is made again if need be."""
@@ -517,10 +531,21 @@ def step_peak(
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
-    peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
-    return (
-        max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
-    )
+    peaks = [(tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))]
+    if muon(c):
+        peaks.append(muon_peak(c, ranks, a, arch))
+    elif c.compile in ("none", "blocks"):
+        peaks.append(update_peak(c, ranks, a, arch))
+    return max(peaks, key=lambda each: each.nbytes)
+
+
+def update_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
+    """AdamW's update where it is not compiled: all gradients, and what clipping makes of them."""
+    pieces = before_step(c, a, ranks, arch)
+    shards = shard_group(c, ranks)
+    pieces[GRADIENTS] = 2 * SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / shards
+    ranked = sorted(pieces.items(), key=lambda piece: -piece[1])
+    return Peak(sum(pieces.values()), "AdamW's update", dict(ranked))
 
 
 def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:

@@ -133,6 +133,8 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     architecture."""
     if c.mode == "hybrid_shard" and ranks % c.replicas:
         return f"--replicas {c.replicas}: must divide the {ranks} GPUs"
+    if c.ahead != 1 and c.compile in ("none", "blocks"):
+        return f"--ahead {written(c.ahead)}: is for --compile fwdbwd"
     if c.mlp == "lean" and (a.gated or a.experts):
         return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
     if c.mlp == "lean" and c.remat == "pointwise":
@@ -376,9 +378,22 @@ class Both(flags.Config):
     plan: OmitArgPrefixes[Plan]
 
 
+def of_command(argv: Sequence[str]) -> list[str]:
+    """The words of plan.py for those of a command that runs main.py, under torchrun or not."""
+    if "main.py" not in argv:
+        return [*argv]
+    at = list(argv).index("main.py")
+    words = " ".join(argv[:at]).replace("=", " ").split()
+    names = {"--nproc-per-node": "--gpus", "--nnodes": "--nodes"}
+    programs = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
+    before = [names.get(word, word) for word in words if not programs.fullmatch(word)]
+    return [*before, *argv[at + 1 :]]
+
+
 def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
-    """The flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
-    for a bad one."""
+    """The flags of a command line, and main.py's, still as words; the command may be one that runs main.py. Ends the
+    process with exit code 2 and one line for a bad one."""
+    argv = of_command(argv)
     own, others = parse_known(Plan, argv, "plan.py", about)
     for name, usage in dict(fit="--fit 8 16", what_if="--what-if seqlen 2048 4096").items():
         if flag(name) in argv and not getattr(own, name):
@@ -454,15 +469,19 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     c = flags.parse(words, kind=Both, prog="plan.py")
     c = flags.Config(c.training, c.system, c.output)
     ranks = own.gpus * own.nodes
-    gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
+    if c.world and ranks > 1:
+        raise ValueError(f"--world {c.world}: is {ranks} by --gpus and --nodes; leave it out")
     if c.world:
-        raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
+        own = replace(own, gpus=c.world)
+        ranks = c.world
+        c = replace(c, system=replace(c.system, world=None))
+    gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
     if own.reserve_gib * 2**30 >= gpu.memory:
         raise ValueError(
             f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all"
         )
-    compiled = "none" if c.compile == "none" else "fwdbwd"
-    wrapper = "fsdp2" if (c.wrapper, c.compile) == ("fsdp2", "none") else "simple"
+    compiled = c.compile if c.compile in ("none", "blocks") else "fwdbwd"
+    wrapper = "fsdp2" if c.wrapper == "fsdp2" and compiled != "fwdbwd" else "simple"
     planned = dict(
         wrapper=wrapper,
         compile=compiled,

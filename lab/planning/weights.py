@@ -89,9 +89,14 @@ class Weights:
         self.ranks = ranks
         self.whole = c.accum_sync == "last"
         self.shards = 1 if self.whole else shard_group(c, ranks)
-        self.gathers = self.shards > 1
+        # FSDP2 copies a single rank's weights as if they came from others.
+        self.gathers = self.shards > 1 or (c.wrapper == "fsdp2" and not self.whole)
         self.reduces = ranks > self.shards and c.accum_sync == "every"
         self.eager = c.compile == "none"
+        # Each block is a graph of its own; embedding, last norm, head and all collectives stand outside.
+        self.by_blocks = c.compile == "blocks"
+        # FSDP2's blocks are compiled with Inductor's own options: norms are kept, and no order saves memory.
+        self.plain = self.by_blocks and c.wrapper == "fsdp2"
         self.tape = Tape()
         self.p = SIZE[c.param_dtype]
         self.r = SIZE[c.reduce_dtype] if ranks > 1 else 4
@@ -122,6 +127,8 @@ class Weights:
         self.root_grads = []
         self.lean = c.mlp == "lean"
         self.policies = [remat_of(c, i) for i in range(a.depth)]
+        if self.by_blocks:  # what stands between the two recomputed halves is recomputed as well
+            self.policies = ["block" if kind == "both" else kind for kind in self.policies]
         self.landing = []  # (gradient, what it is cast into)
         self.sums_made = 0
         self.casts = 0
@@ -221,7 +228,7 @@ class Weights:
         """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
         if not self.gathers or self.there(name):
             return
-        sent = elements * self.p / self.shards
+        sent = 0 if self.plain else elements * self.p / self.shards  # FSDP2 frees it
         self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
         work = (("start", name, "all_gather", elements * self.p),)
         self.op(
@@ -321,7 +328,11 @@ class Weights:
             return
         name, elements = self.waiting
         self.waiting = ()
-        self.op(f"reduction of {name}", [f"G {name}"], work=(("wait", f"G {name}"),))
+        self.op(
+            f"reduction of {name}",
+            [f"G {name}", f"G {name} sources"],
+            work=(("wait", f"G {name}"),),
+        )
         if not (self.gathers and self.reduces):
             self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
             return
@@ -369,10 +380,15 @@ class Weights:
             grads = self.root_grads * (name == "emb")
         if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
+            sources = []
+            if self.by_blocks and not self.root and name != "head":
+                # The gradients that are copied live as long as their bucket.
+                sources = [self.make(f"G {name} sources", elements * self.r, GRADIENTS, "fp32")]
             self.op(
                 f"bucket of {name}",
                 [*grads, *[f"G {name}"] * late],
                 *[] if late else [self.bucket_of(name, elements)],
+                *sources,
                 over=name == "head",  # alone, and computed once: its own bucket
             )
             self.start(name, elements)
