@@ -69,7 +69,7 @@ def test_help_a_bad_folder_and_a_report_are_told_without_importing_torch(command
     done = ran(sys.executable, "-X", "importtime", *command.split())
     imported = {line.split("|")[-1].strip() for line in done.err.splitlines()}
     assert done.code == code and says in done.out + done.err, done.err[-500:]
-    slow = {"torch", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb"}
+    slow = {"torch", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb", "trackio", "tensorboard"}
     assert "argparse" in imported and not slow & imported
 
 
@@ -118,7 +118,7 @@ VALUES = {  # flags -> values that are wrong by themselves: the message names th
     "--remat": "all both:0.5",
     "--attn": "eager falsh sdpa",
     "--loss": "half",
-    "--wandb": "maybe",
+    "--tracker": "mlflow",
     "--mlp": "thin",
     "--block": "moe",
     "--schedule": "linear",
@@ -141,8 +141,9 @@ REFUSED = {  # a command line of main.py, and on how many ranks -> the message
     "--muon-lr 0.1": "--muon-lr 0.1: needs --optimizer muon",
     "--muon-adjust-lr original": "--muon-adjust-lr original: needs --optimizer muon",
     "--muon-dtype fp32": "--muon-dtype fp32: needs --optimizer muon",
-    "--wandb-group g": "--wandb-group g: needs --wandb offline or online",
-    "--wandb-tags a b": "--wandb-tags a b: needs --wandb offline or online",
+    "--tracker-group g": "--tracker-group g: needs --tracker wandb or trackio or tensorboard",
+    "--wandb-tags a b": "--wandb-tags a b: needs --tracker wandb",
+    "--tracker tensorboard --wandb-mode offline": "--wandb-mode offline: needs --tracker wandb",
     # No flag, or no value: what tyro says.
     "--dpeth 3": "Unrecognized options: --dpeth, 3 Perhaps you meant: --depth INT",
     "--accum-sink 1": "--accum-sink, 1 Perhaps you meant: --accum-sync {every,shards,last}",

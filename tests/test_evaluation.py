@@ -23,8 +23,8 @@ from saved import state_of, steps_in
 
 from lean import IGNORE
 from trainer import run as runs
+from trainer import trackers
 from trainer.data import Batches, DataError, check_files
-from trainer.logging import Sinks
 from trainer.measuring import memory
 
 pytestmark = pytest.mark.usefixtures("isolated", "one_thread")
@@ -155,15 +155,17 @@ def slow_and_large(monkeypatch):
 def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(train, slow_and_large, monkeypatch):
     told = []
 
-    class Wandb:
-        def __init__(self):
-            self.log = lambda *args: told.append(args)
-            self.summary = {}
+    class Tracker:
+        id, place, first_step = "a", "nowhere", 0
+
+        def __init__(self, *_):
+            self.log = lambda step, values: told.append((values, step))
+            self.summarize = lambda row: None
             self.finish = lambda: None
 
-    monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
+    monkeypatch.setitem(trackers.KINDS, "wandb", Tracker)
     once = train("--eval-every", "1000", "--eval-batches", "3", *EVERY_2[2:], "--steps", 7)
-    done = train(*EVERY_2, "--steps", 7, "--wandb", "offline")
+    done = train(*EVERY_2, "--steps", 7, "--tracker", "wandb")
     assert once.code == done.code == 0
     assert done.err == ""
     assert lines(done) == lines(once)  # training does not notice

@@ -25,6 +25,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package. First the prod
     ["trainer.measuring"],
     ["trainer.checkpoint"],
     ["trainer.fault_tolerance"],
+    ["trainer.trackers"],
     ["trainer.logging", "trainer.evaluation", "trainer.summary"],
     ["trainer.checks"],
     ["trainer.run"],

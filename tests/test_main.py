@@ -294,7 +294,7 @@ def two_ranks(tmp_path_factory):
     err = folder / "err"
     results = folder / "deep" / "rows.jsonl"
     argv = [*TINY, "--keep-last", "--log-every", 1, "--results", results]
-    argv += ["--wandb", "offline", "--wandb-group", "g", "--wandb-tags", "a", "b"]
+    argv += ["--tracker", "wandb", "--wandb-mode", "offline", "--tracker-group", "g", "--wandb-tags", "a", "b"]
     assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
     return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 
@@ -314,7 +314,7 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
                 r"step     .* ms median \[.*\] n 3", r"speed    .* tok/s, .* tok/s/rank",
                 r"row      \S+\.jsonl", r"curve    \S+\.steps/\S+\.jsonl",
                 r"repeat   torchrun --nproc-per-node 2 main\.py --config \S+\.settings\.json",
-                r"W&B      wandb sync \S+/offline-run-\S+",
+                r"wandb    wandb sync \S+/offline-run-\S+",
                 r"draw it  \S+ -m lab\.report \S+ --run \S+ --html \S+\.html"]  # fmt: skip
     assert len(lines) == len(expected), two_ranks.out
     for line, pattern in zip(lines, expected, strict=True):
@@ -332,7 +332,7 @@ def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
                     mfu_palm=None, hfu=None)  # fmt: skip
     assert {key: row[key] for key in settings} == settings
     given = dict(depth=1, width=32, head_dim=16, grouping=2, seqlen=16, steps=6, batch=2, compile="none",
-                 wandb="offline", wandb_group="g", wandb_tags=["a", "b"])  # fmt: skip
+                 tracker=["wandb"], wandb_mode="offline", tracker_group="g", wandb_tags=["a", "b"])  # fmt: skip
     assert {name: row["flags"][name] for name in given} == given
     assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row["flags"].keys()
     assert re.fullmatch("[0-9a-f]{40}", row["commit"])

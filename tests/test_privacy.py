@@ -6,6 +6,7 @@ short: host, user and home, a git remote, absolute paths below the home.
 """
 
 import gzip
+import importlib.util
 import os
 import re
 import shutil
@@ -48,7 +49,10 @@ def left(tmp_path_factory):
     planted = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
     env = dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
     env |= dict.fromkeys("WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY".split(), SECRET * 8)
-    argv = [*TINY, "--results", f"{where}/out/rows.jsonl", "--profile", f"{where}/traces", "--wandb", "offline"]
+    there = [kind for kind in ("wandb", "trackio", "tensorboard") if importlib.util.find_spec(kind)]
+    env |= dict(TRACKIO_DIR=f"{where}/trackio")
+    argv = [*TINY, "--results", f"{where}/out/rows.jsonl", "--profile", f"{where}/traces"]
+    argv += ["--tracker", *there, "--wandb-mode", "offline"]
     # A checkpoint has the data as it was typed; where it is saved does not need to be typed so.
     argv += ["--data", "text:../data.txt", "--log-every", "1", "--save", f"{where}/saved", "-vv"]
     command = [*apart * planted, sys.executable, "-c", RUN, HOST * planted, *argv]

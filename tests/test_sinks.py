@@ -25,6 +25,7 @@ from running import rows_of as rows
 
 from trainer import logging as sinks
 from trainer.logging import Sinks, append_jsonl, check_writable, final_lines
+from trainer.trackers import TrackerOptions
 
 STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
 
@@ -111,7 +112,7 @@ def test_a_step_is_in_the_file_before_the_next_one_begins(sinks_of):
 
 def test_ranks_other_than_the_first_write_nothing(tmp_path, capsys, monkeypatch, sinks_of):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run = sinks_of(1, tmp_path / "rows.jsonl", "online", rank=1)
+    run = sinks_of(1, tmp_path / "rows.jsonl", TrackerOptions(("wandb",)), rank=1)
     run.log(1)
     run.row({"outcome": "ok"})
     run.close()
@@ -230,7 +231,7 @@ def test_off_a_terminal_a_step_is_a_line(sinks_of):
 def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
     code = "import sys\nfrom trainer.logging import Sinks\n"
     code += "s = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
-    code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
+    code += "s.close()\nprint({'torch', 'wandb', 'trackio', 'tensorboard', 'rich'} & set(sys.modules))"
     assert python(code, tmp_path).out.splitlines()[-1] == "set()"
 
 
@@ -277,8 +278,10 @@ def tables(folder):
 
 OFFLINE = """
 from trainer.logging import Sinks
-run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
-            "nested": {"api_key": "sesame-2", "tokens": 8}, "loss": "full"}, ["tag"], 0, 2, 1, resume="abcd1234")
+from trainer.trackers import TrackerOptions
+options = TrackerOptions(("wandb",), "offline", "group", "name", ["tag"], ids={"wandb": "abcd1234"})
+run = Sinks("out/rows.jsonl", options, {"width": 64, "dtype": float, "hf_token": "sesame-1",
+            "nested": {"api_key": "sesame-2", "tokens": 8}, "loss": "full"}, 0, 2, 1)
 for k in (1, 2):
     run.step({"step": k, "tokens": 64 * k, "loss": float("nan"), "ms": None})
 run.row({"outcome": "ok", "loss": float("inf"), "password": "sesame-3", "mfu": None, "width": 64, "loss_kind": "full",

@@ -250,10 +250,15 @@ class Output:
     """The same until the first step, which compiles, is done. 0: no limit."""
     cast: bool = False
     """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Log to Weights & Biases as well. It never ends a run; the JSONL files are the record."""
-    wandb_group: str | None = None
-    """Group of the run in Weights & Biases."""
+    tracker: Annotated[tuple[Literal["wandb", "trackio", "tensorboard"], ...],
+                       arg(metavar="{wandb,trackio,tensorboard} ...")] = ()
+    """Log to these as well: Weights & Biases, trackio (local, no account), TensorBoard. None of them ends a run; the
+    JSONL files are the record."""
+    tracker_group: str | None = None
+    """Group of the run in its trackers."""
+    wandb_mode: Annotated[Literal["online", "offline"] | None,
+                          default("$WANDB_MODE, else online", "{online,offline}")] = None
+    """offline: nothing is sent before `wandb sync`."""
     wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG ...")] = ()
     """Tags of the run in Weights & Biases."""
     profile: str | None = None
@@ -313,14 +318,20 @@ BESIDE = {  # a flag that means something beside some values of another flag alo
     "muon_lr": ("optimizer", ("muon",)),
     "muon_adjust_lr": ("optimizer", ("muon",)),
     "muon_dtype": ("optimizer", ("muon",)),
-    "wandb_group": ("wandb", ("offline", "online")),
-    "wandb_tags": ("wandb", ("offline", "online")),
+    "tracker_group": ("tracker", ("wandb", "trackio", "tensorboard")),
+    "wandb_mode": ("tracker", ("wandb",)),
+    "wandb_tags": ("tracker", ("wandb",)),
 }
+
+
+def _beside(value: Any, fits: tuple) -> bool:
+    """Whether a flag's value, or one of its values, is among those that fit."""
+    return any(each in fits for each in value) if isinstance(value, tuple | list) else value in fits
 
 
 def used(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of fields, with None for each that means nothing beside the others."""
-    idle = {name for name, (other, fits) in BESIDE.items() if values.get(other) not in fits}
+    idle = {name for name, (other, fits) in BESIDE.items() if not _beside(values.get(other), fits)}
     return {name: None if name in idle else value for name, value in values.items()}
 
 
@@ -358,7 +369,7 @@ def check_ranges(config: Config) -> None:
             raise ValueError(f"{written(config, name)[:80]}{whose}: must be below 2**31")
     for name, (other, fits) in BESIDE.items():
         options = next(group for group in (config.training, config.system, config.output) if hasattr(group, name))
-        if getattr(config, name) != getattr(type(options), name) and getattr(config, other) not in fits:
+        if getattr(config, name) != getattr(type(options), name) and not _beside(getattr(config, other), fits):
             raise ValueError(f"{written(config, name)[:80]}: needs {as_given(other, ' or '.join(fits))}")
     link(config.link)
     for option in config.compile_options:

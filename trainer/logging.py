@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: JSONL files (the record), the terminal, and W&B if asked. Never touches a tensor.
+"""Where the numbers of a run go: JSONL files (the record), the terminal, and trackers. Never touches a tensor.
 
-    sinks = Sinks("results/rows.jsonl", wandb="offline", rank=rank, total_steps=n, every=10)
+    sinks = Sinks("results/rows.jsonl", rank=rank, total_steps=n, every=10)
     sinks.step({"step": k, "loss": 3.21, "lr": 3e-4})     # where sinks.due(k)
     sinks.row(row)                                        # and in the end, whatever happened, sinks.close()
 
@@ -18,14 +18,15 @@ import shlex
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.terminal.output import regular, tell
 from trainer.terminal.text import grouped
+from trainer.trackers import TrackerOptions, Trackers
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
 TEXTS = frozenset("line commit date device error outcome run study torch".split())
@@ -246,23 +247,17 @@ def page_flags(results: Path, run: str | None = None) -> list[str]:
 
 
 class Sinks:
-    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `resume`:
-    the `wandb_id` of the run that this one continues. `stream` (stdout) gets a line per logged step."""
+    """config: the settings of the run, for trackers. stream (stdout) gets a line per logged step."""
 
     def __init__(
         self,
         results: str | Path | None,
-        wandb: str = "off",
-        group: str | None = None,
-        name: str | None = None,
+        trackers: TrackerOptions | None = None,
         config: dict | None = None,
-        tags: Sequence[str] = (),
         rank: int = 0,
         total_steps: int = 0,
         every: int = 1,
         stream: TextIO | None = None,
-        job_type: str | None = None,
-        resume: str | None = None,
     ):
         self.rank = rank
         self.total = total_steps
@@ -272,20 +267,9 @@ class Sinks:
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
         self.stream = stream or sys.stdout
         self._warned = set()
-        self._wandb = None
-        self.wandb_id = resume
-        self.config = _plain(config or {})
-        self.wandb_place = None  # what a person opens or types to see the run in W&B
-        if rank == 0 and wandb != "off":
-            setting = os.environ.get("SWEEP_NAME") or ""
-            tags = list(tags)
-            if setting and job_type is None:
-                job_type = "setting"
-                # The study.
-                tags = list(dict.fromkeys([*tags, setting.partition(" n=")[0][:64]]))
-            name = (name or setting)[:128] or None  # W&B takes no longer one, as of tags
-            names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
-            self._try("wandb", partial(self._start_wandb, wandb, **names))
+        options = trackers if rank == 0 and trackers else TrackerOptions()
+        folder = self.results.parent if self.results else Path(".")
+        self.trackers = Trackers(options, _plain(config or {}), folder, self.run)
 
     def write_settings(
         self, settings: dict, continues: str | None = None, after_step: int = 0
@@ -308,19 +292,16 @@ class Sinks:
         return k in (1, self.total) or k % self.every == 0
 
     def step(self, stats: dict) -> None:
-        """A logged step: `step` (1 to n), any of loss, lr, grad_norm, ms, tok_s, and more for files and W&B only."""
+        """A logged step: `step` (1 to n), any of loss, lr, grad_norm, ms, tok_s, and more for files and
+        trackers only."""
         if self.rank == 0 and self.steps:
             self._try("steps file", lambda: append_jsonl(self.steps, stats))
-        # A resumed run does steps again that W&B has already, and takes no more.
-        if self._wandb and stats["step"] >= getattr(self._wandb, "starting_step", 0):
-            told = {name: value for name, value in stats.items() if value is not None}
-            self._try("wandb", lambda: self._wandb.log(told, stats["step"]))
+        self.trackers.log(stats)
         if self.rank == 0:
             self._show(stats)
 
     def row(self, row: dict) -> None:
-        """The row of the run, to which `run`, the name of its steps file, is added. W&B's summary gets what is known of
-        it and not in the run's config."""
+        """The row of the run, to which `run`, the name of its steps file, is added."""
         row = {**row, "run": self.run}
         write = self.rank == 0 and self.results
         if write and not self._try(
@@ -330,20 +311,11 @@ class Sinks:
                 f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}",
                 sys.stderr,
             )
-        if self._wandb:
-            known = {name: value for name, value in _plain(row).items() if value is not None}
-            again = {name for name in known if self.config.get(name) == known[name]} | {
-                "flags",
-                "loss_kind",
-            }
-            self._try(
-                "wandb",
-                lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}),
-            )
+        self.trackers.summarize(_plain(row))
 
     def left(self, program: str, ranks: int) -> list[str]:
-        """Where the run has left its row, its logged steps and its run in W&B, and the commands that repeat it and draw
-        them, for people. ranks: processes on this machine. Empty where no file is written."""
+        """Where the run has left its row and its logged steps and where trackers show it, and the commands that repeat
+        and draw it, for people. ranks: processes on this machine. Empty where no file is written."""
         if self.rank or not self.results:
             return []
         settings = self.steps.with_suffix(".settings.json")
@@ -353,22 +325,17 @@ class Sinks:
             f"curve    {self.steps}",
             f"repeat   {start} {program} --config {shlex.quote(str(settings))}",
         ]
-        if self.wandb_place:
-            lines.append(f"W&B      {self.wandb_place}")
+        lines += [f"{kind:<8} {place}" for kind, place in self.trackers.places.items()]
         return [*lines, f"draw it  {page_command(self.results, self.run)}"]
 
     def close(self) -> None:
-        """End the W&B run; a second call does nothing."""
-        run = self._wandb
-        self._wandb = None
-        if run is not None:
-            self._try("wandb", run.finish)
+        """Ends the trackers; a second call does nothing."""
+        self.trackers.finish()
 
     def _try(self, sink: str, action: Callable[[], Any]) -> bool:
         try:
             action()
         except Exception as error:  # whatever it is, the run is worth more
-            self._wandb = None if sink == "wandb" else self._wandb
             if sink not in self._warned:
                 told = f"{sink}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 tell(f"warning: {told}; the run goes on", sys.stderr)
@@ -383,69 +350,19 @@ class Sinks:
         line = "  ".join(have).replace(",", "'")
         tell(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", self.stream)
 
-    def _start_wandb(self, mode: str, **names) -> None:
-        import wandb
 
-        # Seconds; its own are minutes or endless.
-        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}
-        # What W&B would add is the host, the user, the git remote, the command and paths; what matters is in the row.
-        own |= {
-            "host": "",
-            "disable_git": True,
-            "disable_code": True,
-            "x_disable_meta": True,
-            "console": "off",
-        }
-        settings = wandb.Settings(
-            **{name: v for name, v in own.items() if name in wandb.Settings.model_fields}
-        )
-        wandb.setup(settings)
-        folder = os.environ.get("WANDB_DIR") or (self.results.parent if self.results else ".")
-        names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
-        folder = os.path.relpath(folder)  # W&B logs the path of its logs
-        os.makedirs(folder, exist_ok=True)
-        # W&B's agent sets WANDB_RUN_ID, and so does whoever knows better.
-        if self.wandb_id and not os.environ.get("WANDB_RUN_ID"):
-            names |= dict(id=self.wandb_id, resume="allow")
-        run = wandb.init(mode=mode, dir=folder, config=self.config, settings=settings, **names)
-        if run.disabled:
-            raise RuntimeError("no login")
-        # A link into the user's home.
-        Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)
-        # Losses stand over tokens, by which runs of different batches compare, all else over steps.
-        losses = dict.fromkeys(("loss", "eval_loss", "eval_bpb", "eval_ppl"), "tokens")
-        over = {"step": None, "tokens": None, "*": "step"} | losses
-        for name, axis in over.items():
-            run.define_metric(name, step_metric=axis)
-        self._wandb = run
-        self.wandb_id = run.id
-        self.wandb_place = (
-            getattr(run, "url", None) or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
-        )
-
-
-def log_tables(
-    tables: dict[str, list[dict]],
-    results: Path,
-    wandb: str,
-    group: str,
-    tags: Sequence[str] = (),
-) -> None:
-    """A W&B run of its own, with a table per study whose nested values are JSON. Costs a warning at most."""
-    sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
-
-    def log(study: str, rows: list[dict]) -> None:
-        import wandb
-
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines = [[row.get(key) for key in columns] for row in rows]
-        lines = [
-            [json.dumps(each) if isinstance(each, dict | list) else each for each in line]
-            for line in lines
-        ]
-        sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
-
+def log_tables(tables: dict[str, list[dict]], results: Path, trackers: TrackerOptions) -> None:
+    """A run of trackers of its own, with a table per study whose nested values are JSON. Costs a warning at most."""
+    options = replace(trackers, name=trackers.name or trackers.group, job_type="table")
+    sinks = Sinks(results, options)
     for study, rows in tables.items():
-        if sinks._wandb and rows:
-            sinks._try("wandb", partial(log, study, _plain(rows)))
+        if rows:
+            rows = _plain(rows)
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            lines = [[row.get(key) for key in columns] for row in rows]
+            lines = [
+                [json.dumps(cell) if isinstance(cell, dict | list) else cell for cell in line]
+                for line in lines
+            ]
+            sinks.trackers.log_table(study, columns, lines)
     sinks.close()

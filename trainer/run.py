@@ -53,6 +53,7 @@ from trainer.step import LanguageModel, Step, check_mode, parameter_norms
 from trainer.summary import doing, facts, figures, header, row
 from trainer.terminal.output import fail, tell
 from trainer.terminal.progress import Progress
+from trainer.trackers import TrackerOptions
 
 
 class Run:
@@ -199,23 +200,31 @@ class Run:
     def _open_log(self) -> None:
         config = self.config
         self.settings = flags.setting(config) | dict(world=flags.world_label(config, self.world))
+        trackers = TrackerOptions(
+            config.tracker,
+            config.wandb_mode,
+            config.tracker_group,
+            tags=config.wandb_tags,
+            ids=self.state.trackers,
+        )
         self.sinks = Sinks(
             config.results,
-            config.wandb,
-            config.wandb_group,
-            None,
+            trackers,
             self.settings,
-            config.wandb_tags,
             self.rank,
             max(config.steps, self.first),
             config.log_every,
-            resume=self.state.wandb,
         )
         # In each checkpoint from now on.
         self.continues = self.state.run
         self.state.run = self.sinks.run
-        self.state.wandb = self.sinks.wandb_id
-        self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
+        self.state.trackers = self.sinks.trackers.ids
+        self.watchdog.on_end = self._end_at_once
+
+    def _end_at_once(self, outcome: str) -> None:
+        """The row, where the main thread will not come to writing it; a tracker has what it was given."""
+        self.sinks.row(row(self, outcome))
+        self.sinks.close()
 
     def check_equal_weights(self, model: LanguageModel) -> None:
         """Desync where ranks have drawn other initial values, or hold other parameters."""

@@ -45,9 +45,9 @@ class RunToSummarize(RunView, Protocol):
 
 
 def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
-    """What must be the same on all ranks of a run, by name. Rank 0 alone writes results and tells W&B, and a folder of
-    traces may be one on each host."""
-    own = "results", "wandb", "wandb_group", "wandb_tags"
+    """What must be the same on all ranks of a run, by name. Rank 0 alone writes results and has trackers, and a
+    folder of traces may be one on each host."""
+    own = "results", "tracker", "tracker_group", "wandb_mode", "wandb_tags"
     shared = {flag(name): value for name, value in config.flat().items() if name not in own}
     return shared | {
         "--profile": config.profile is not None,

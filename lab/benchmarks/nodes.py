@@ -209,7 +209,7 @@ def measure(
         {
             name: value
             for name, value in same.items()
-            if name not in ("results", "wandb_group", "wandb_tags")
+            if name not in ("results", "tracker_group", "wandb_tags")
         },
         control_group(),
     )

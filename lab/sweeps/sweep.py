@@ -1,7 +1,7 @@
 """Ablations: each setting (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
     ./launch.sh sweep variants --small       a named axis (a file of settings/axes), at sizes for a CPU
-    ./launch.sh sweep all --wandb offline    every published table, each setting once, in one file of results
+    ./launch.sh sweep all --tracker wandb    every published table, each setting once, in one file of results
     ./launch.sh sweep settings.txt --steps 30   any file; `setting_of` and `settings_of` say what a line may hold
     ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each setting with every combination; seeds are summed up
     ./launch.sh sweep --lr 1e-3 3e-3 --seed 0 1            such combinations alone, of main.py's defaults
@@ -43,13 +43,15 @@ from trainer.logging import (
 )
 from trainer.terminal.output import put, tell
 from trainer.terminal.text import did_you_mean, grouped, markdown
+from trainer.trackers import TrackerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # These flags are no part of a setting's name. Given on the command line they go to every run.
 OUTPUT = {
-    "--wandb",
-    "--wandb-group",
+    "--tracker",
+    "--tracker-group",
+    "--wandb-mode",
     "--wandb-tags",
     "--profile",
     "--explain-memory",
@@ -69,7 +71,7 @@ COLUMNS = {
     "eval_loss": ("held-out loss", 4),
 }
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
-LISTS = {"--compile-options", "--wandb-tags"}  # take several values in one run
+LISTS = {"--compile-options", "--tracker", "--wandb-tags"}  # take several values in one run
 MOST_SETTINGS = 10_000  # of one call: more are a slip, and would run for months
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
@@ -159,7 +161,7 @@ def parse(words: list[str]) -> tuple[int, Flags]:
             raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
         else:
             flags[last].append(word)
-    if missing := [flag for flag in ("--world", "--link", "--wandb") if flags.get(flag) == []]:
+    if missing := [flag for flag in ("--world", "--link", "--tracker") if flags.get(flag) == []]:
         raise ValueError(f"{missing[0]}: needs a value")
     flags = {flag: tuple(values) for flag, values in flags.items()}
     return 1 if "--world" in flags else nproc, flags  # simulated ranks are one process
@@ -552,7 +554,7 @@ def sweep(
     for study, text in texts.items():
         put(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}")
     output = config.parse(args.output)
-    if output.wandb != "off" and not one:
+    if "wandb" in output.tracker and not one:
         found = {
             study: [rows[setting] for setting in own if setting in rows]
             for study, own in tables.items()
@@ -560,9 +562,9 @@ def sweep(
         log_tables(
             found,
             args.results,
-            output.wandb,
-            output.wandb_group,
-            output.wandb_tags,
+            TrackerOptions(
+                ("wandb",), output.wandb_mode, output.tracker_group, tags=output.wandb_tags
+            ),
         )
     if missing := unfinished(settings, rows):
         put(
@@ -643,8 +645,8 @@ def command(argv: list[str]) -> int | None:
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
     logged = config.parse(shlex.split(join(output)))
-    if logged.wandb != "off" and logged.wandb_group is None:
-        output["--wandb-group"] = (name,)
+    if logged.tracker and logged.tracker_group is None:
+        output["--tracker-group"] = (name,)
     args.output = shlex.split(join(output))
     if args.slurm:
         rows = current(read_rows(args.results), args.any_commit)

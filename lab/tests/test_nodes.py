@@ -49,7 +49,7 @@ def test_launch_sh_heeds_no_cdpath_and_takes_no_value_for_help(tmp_path):
     how = dict(cwd=ROOT.parent, env=env, capture_output=True, text=True)
     done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "help"], **how)
     assert done.stdout.startswith("Install once") and done.stderr == ""
-    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--wandb", "offline", "--wandb-group", "a -h b",
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--tracker", "wandb", "--tracker-group", "a -h b",
                            "--depth", "0"], **how)  # fmt: skip
     assert (done.returncode, one_line(done.stderr)) == (2, "error: --depth 0: must be at least 1"), done.stdout
 

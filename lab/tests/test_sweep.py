@@ -42,7 +42,9 @@ if how == "starved":
     os.kill(os.getpid(), signal.SIGKILL) if flags.get("--depth") != "1" else sys.exit("error: no")
 if how == "logged":
     from trainer.logging import Sinks
-    sinks = Sinks(flags["--results"], flags["--wandb"], flags["--wandb-group"], total_steps=1)
+    from trainer.trackers import TrackerOptions
+    options = TrackerOptions((flags["--tracker"],), flags["--wandb-mode"], flags["--tracker-group"])
+    sinks = Sinks(flags["--results"], options, total_steps=1)
     sinks.step({"step": 1, "loss": 2.5})
     sinks.row({"line": os.environ["SWEEP_LINE"], "outcome": "ok", "loss": 2.5, "hf_token": "sesame"})
     sinks.close()
@@ -324,7 +326,7 @@ def test_the_kernel_that_does_not_count_kills_has_made_none(tmp_path, monkeypatc
 def test_wandb_holds_a_run_per_setting_and_a_table_of_all_in_one_group(call, tmp_path):
     pytest.importorskip("wandb")
     lines = ["--seed logged --depth 3", "nproc=1 --seed oom --depth 3", "--world 8 --seed ok --depth 3"]
-    words = "--wandb offline --wandb-tags a b".split()
+    words = "--tracker wandb --wandb-mode offline --wandb-tags a b".split()
     code, out, found, _ = call(lines, *words, HOME=str(tmp_path), WANDB_SILENT="true")
     assert code == 0 and "warning" not in out and len(found) == 3, out
     runs = {run.job_type: (run, steps) for run, steps in logged(tmp_path / "wandb")}
@@ -355,10 +357,10 @@ def init(**given):
 def test_wandb_that_fails_costs_the_sweep_a_line_and_nothing_else(call, tmp_path, wandb):
     (tmp_path / "wandb.py").write_text(wandb)
     for lines, code in ((seeds("ok", "oom"), 0), (seeds("ok", "caught"), 1)):
-        done, out, *_ = call(lines, "--wandb", "online", "--wandb-group", "mine")
+        done, out, *_ = call(lines, "--tracker", "wandb", "--wandb-mode", "online", "--tracker-group", "mine")
         assert done == code and out.count("warning: wandb: ") == 1 and "| 1 | --seed ok | ok |" in out, out
     assert wandb != FAKE_WANDB or (tmp_path / "named").read_text() == "mine online"
-    assert "warning" not in call(lines, "--wandb", "off")[1]
+    assert "warning" not in call(lines)[1]
 
 
 def test_sigterm_ends_the_setting_and_writes_no_row(call, tmp_path):
@@ -434,7 +436,7 @@ def test_a_loss_that_is_not_finite_is_counted_where_seeds_are_summed_up():
     ("--program ''", "--program: needs a file"),
     ("--timeout nan", "--timeout nan: must be seconds"),
     ("--budget -1", "--budget -1: must be seconds"),
-    ("--wandb", "--wandb: needs a value"),
+    ("--tracker", "--tracker: needs a value"),
     ("--world 4 --link", "--link: needs a value"),
 ])
 def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said):

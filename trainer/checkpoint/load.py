@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)
 # Those that each has but for the ones of --prepared.
 OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, model=dict, data=dict)
 # Those that it may have.
-LATER = dict(origin=str, best=(int, float), wandb=str, run=str, best_step=int)
+LATER = dict(origin=str, best=(int, float), trackers=dict, run=str, best_step=int)
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {
@@ -85,7 +85,7 @@ class TrainState:  # how far a run is
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
     best: float | None = None  # the lowest evaluation loss so far
-    wandb: str | None = None  # id of the run in W&B
+    trackers: dict[str, str] = field(default_factory=dict)  # id of the run in each
     run: str | None = None  # the name of the run that saved it, as its row has it
     best_step: int | None = None  # the step of `best`
 
@@ -98,7 +98,11 @@ class TrainState:  # how far a run is
         return cls(
             about["step"],
             about["samples"],
-            *map(about.get, ("origin", "best", "wandb", "run", "best_step")),
+            about.get("origin"),
+            about.get("best"),
+            {kind: run for kind, run in about.get("trackers", {}).items() if type(run) is str},
+            about.get("run"),
+            about.get("best_step"),
         )
 
 
@@ -274,8 +278,9 @@ def _find_start(c: Config, batches: Batches, group: Group, identity: dict) -> Fo
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
             found.state.origin = on_rank_0(partial(_mark, found.path), group)
-            # Several runs may begin here, each of its own in W&B and files.
-            found.state.wandb = found.state.run = None
+            # Several runs may begin here, each of its own in trackers and files.
+            found.state.trackers = {}
+            found.state.run = None
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
