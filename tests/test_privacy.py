@@ -47,7 +47,9 @@ def left(tmp_path_factory):
     (home / "data.txt").write_text("some words " * 200)
     apart = ["unshare", "--map-root-user", "--uts"]
     planted = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
-    env = dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
+    python_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=os.pathsep.join(python_path), TMPDIR=str(home))
+    env |= dict(WANDB_SILENT="true")
     env |= dict.fromkeys("WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY".split(), SECRET * 8)
     there = [kind for kind in ("wandb", "trackio", "tensorboard") if importlib.util.find_spec(kind)]
     env |= dict(TRACKIO_DIR=f"{where}/trackio")
