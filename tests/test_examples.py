@@ -11,7 +11,8 @@ import torch
 from harness import free_port
 from running import ROOT, ran
 
-TRAINER, OWN_LOOP = (ROOT / "examples" / name for name in ("hf_trainer.py", "own_loop.py"))
+FILES = "hf_trainer.py", "own_loop.py", "ddp.py", "ddp_ported.py"
+TRAINER, OWN_LOOP, DDP, PORTED = (ROOT / "examples" / name for name in FILES)
 without = not find_spec("transformers")
 needs_transformers = pytest.mark.skipif(without, reason="needs transformers: pip install -e '.[hf]'")
 
@@ -64,6 +65,16 @@ def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
 def steps_of(printed):
     """Step, loss, held-out loss and norm of each line."""
     return [[float(word) for word in re.findall(r"[\d.]+", line)] for line in printed.splitlines() if "loss" in line]
+
+
+def test_a_script_on_ddp_and_its_port_print_the_same_to_the_digit_resumed_or_not(tmp_path):
+    """Accumulation, clipping, schedule, EMA, evaluation, checkpoint: docs/tutorial.md begins with these files."""
+    theirs = on_two_ranks(DDP, cwd=tmp_path)
+    lines = steps_of(theirs)
+    assert [line[0] for line in lines] == [10, 20, 30, 40]
+    assert lines[-1][1] < lines[0][1] - 0.5 and lines[0][3] > 1, "nothing is learnt or clipped: this proves nothing"
+    assert on_two_ranks(PORTED, "25", cwd=tmp_path).splitlines()[:2] == theirs.splitlines()[:2]
+    assert on_two_ranks(PORTED, cwd=tmp_path).splitlines() == theirs.splitlines()[2:]
 
 
 @pytest.mark.slow
