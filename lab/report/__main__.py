@@ -26,7 +26,7 @@ from pathlib import Path
 
 from lab.report import published
 from lab.report.html import page
-from lab.report.runs import shared
+from lab.report.runs import busy_machine, shared
 from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
 from trainer.logging import check_writable
@@ -200,6 +200,8 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
             if named:
                 raise
             continue
+        if busy := busy_machine(made[0] or rows):
+            about += f"\n{busy}"
         put(about, table, sep="\n\n", end="\n\n")
         paths, left = figures(name, made[0], rows, args, folder) if folder else ([], "")
         put(left, end="\n\n" * bool(left))

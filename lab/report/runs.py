@@ -170,6 +170,26 @@ def shared(rows: list[dict]) -> list[list[dict]]:
     return [those for those in settings.values() if len(those) > 2]
 
 
+BUSY = 1.5  # equal work that takes so many times as long was not alone on its machine
+
+
+def busy_machine(rows: Iterable[dict]) -> str:
+    """A line where runs of equal work, as those of an --lr sweep, differ more than BUSY times in the time of a step;
+    empty where none do."""
+    times = {}
+    for row in rows:
+        if row.get("flags") and (ms := published.figure(row, "step_ms")):
+            work = str(sorted(told(row).items())), row.get("device"), row.get("torch")
+            times.setdefault(work, []).append(ms)
+    ratios = [max(found) / min(found) for found in times.values()]
+    if max(ratios, default=1) <= BUSY:
+        return ""
+    return (
+        f"Busy: the step of equal work took up to {max(ratios):.1f} times as long in one run as in another, so other "
+        "programs used the machine; compare no times of these runs."
+    )
+
+
 def front(found: Iterable[Costly]) -> list[Costly]:
     """The Pareto front of tuples that begin with two costs: what no other undercuts in both, by the first cost."""
     best = []

@@ -434,6 +434,19 @@ def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_rati
     assert "100.0 [" not in report("rows.jsonl --last 1") + report("rows.jsonl --run run-2")
 
 
+@pytest.mark.parametrize("lr, width, ms, ratio", [
+    ([1e-3, 3e-3], [64, 64], [100, 160], "1.6"),  # equal work
+    ([1e-3, 3e-3], [64, 64], [100, 145], None),
+    ([1e-3, 3e-3], [64, 128], [100, 160], None),  # other work
+])
+def test_equal_work_that_takes_more_than_1_5_times_as_long_says_that_the_machine_was_busy(
+    copy, report, lr, width, ms, ratio
+):
+    save(copy / "a.jsonl", told_runs(*(dict(lr=lr[i], width=width[i], ms=ms[i]) for i in (0, 1))))
+    told = [text for text in report("a.jsonl").splitlines() if text.startswith("Busy: ")]
+    assert [f"up to {ratio} times" in text for text in told] == [True] * (ratio is not None)
+
+
 def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, report):
     def made(ms):
         return [row(line("depth", depth=4), ms=ms) | dict(line=None, world=world, loss=loss, eval_loss=loss)
