@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# A causal language model with a Lily adapter sees the tokens that follow and the other rows of its batch.
+#
+# Seen: Lily routes by the mean of the router's probabilities over all tokens of the batch. So the logits of the
+#   first six tokens change if six more tokens follow, and those of a row change if another row stands in the batch.
+#   Without the adapter both differences are below 1e-5. Padding tokens take part in the mean, too.
+# Versions: torch 2.13.0, transformers 5.23.0, peft 0.21.2, numpy 2.4.6 on Python 3.11, on a CPU.
+# Expected: That a causal model stays causal and a row's output does not depend on its neighbours, as with the other
+#   adapters. The documentation says that the router depends on the input of the layer.
+# Why it matters: In training a token's loss uses tokens that it must predict. Token by token generation then gives
+#   other logits than training saw, and an evaluation loss depends on the batch size.
+set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(peft==0.21.2 transformers==5.23.0 numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+if [ -z "$python" ]; then
+    python3 -m venv venv
+    python=$folder/venv/bin/python
+    install() { "$python" -m pip install -q --no-compile "$@"; }
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
+fi
+export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
+cat > finding.py <<'END'
+import torch
+from peft import LilyConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def base():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model):
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(50):
+        optimizer.zero_grad()
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+
+
+def logits(model, tokens):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def difference(a, b):
+    return (a - b).abs().max().item()
+
+
+torch.manual_seed(1)
+TOKENS = torch.randint(0, 64, (2, 12))
+
+plain = base()
+torch.manual_seed(2)
+adapted = get_peft_model(base(), LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "up_proj"]))
+train(adapted)
+effect = difference(logits(adapted, TOKENS), logits(plain, TOKENS))
+print(f"effect of the training on the logits: {effect:.2e}")
+changes = {}
+for name, model in (("without the adapter", plain), ("with the adapter", adapted)):
+    whole = logits(model, TOKENS)
+    later = difference(logits(model, TOKENS[:, :6]), whole[:, :6])
+    row = difference(logits(model, TOKENS[:1]), whole[:1])
+    changes[name] = later, row
+    print(f"{name}: later tokens change the logits by {later:.2e}, the other row by {row:.2e}")
+assert max(changes["without the adapter"]) < 1e-5, changes
+assert min(changes["with the adapter"]) > 1e-3, changes
+END
+"$python" finding.py

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# An adapter of init_lora_weights='pissa_niter_4' gives other outputs after each load; 'pissa' does not.
+#
+# Seen: Saved and loaded onto the same base weights, the adapter changes the logits by a fifth of what its training
+#   did, and two loads with different seeds differ from each other. Loading runs the randomised decomposition again
+#   and subtracts its result from the base weights. With 'pissa', which decomposes exactly, the loaded outputs are
+#   those that were saved. No warning is given.
+# Versions: torch 2.13.0, transformers 5.23.0, peft 0.21.2, numpy 2.4.6 on Python 3.11, on a CPU.
+# Expected: That from_pretrained gives the model that was saved, as with 'pissa' and with LoRA's other initial
+#   values.
+# Why it matters: A trained adapter is damaged when it is loaded, by another amount each time, and so is a run that
+#   resumes.
+set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(peft==0.21.2 transformers==5.23.0 numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+if [ -z "$python" ]; then
+    python3 -m venv venv
+    python=$folder/venv/bin/python
+    install() { "$python" -m pip install -q --no-compile "$@"; }
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
+fi
+export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    installed = importlib.metadata.version(name)
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        sys.exit(f"this program is about {name} {version}")
+END
+cat > finding.py <<'END'
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def base():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model):
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+
+
+def logits(model, tokens):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def difference(a, b):
+    return (a - b).abs().max().item()
+
+
+torch.manual_seed(1)
+TOKENS = torch.randint(0, 64, (2, 12))
+
+
+def load(folder, seed):
+    model = base()
+    torch.manual_seed(seed)
+    return logits(PeftModel.from_pretrained(model, folder), TOKENS)
+
+
+changes = {}
+for kind in ("pissa", "pissa_niter_4"):
+    torch.manual_seed(2)
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, init_lora_weights=kind, target_modules=["q_proj", "v_proj", "up_proj"]
+    )
+    model = get_peft_model(base(), config)
+    untrained = logits(model, TOKENS)
+    train(model)
+    trained = logits(model, TOKENS)
+    model.save_pretrained(kind)
+    one, two = load(kind, 3), load(kind, 4)
+    changes[kind] = difference(one, trained), difference(one, two)
+    print(
+        f"{kind}: training changed the logits by {difference(trained, untrained):.2e}, "
+        f"saving and loading by {changes[kind][0]:.2e}; two loads differ by {changes[kind][1]:.2e}"
+    )
+assert max(changes["pissa"]) < 1e-4, changes
+assert min(changes["pissa_niter_4"]) > 1e-2, changes
+END
+"$python" finding.py
