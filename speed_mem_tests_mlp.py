@@ -85,20 +85,28 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
     read = functools.partial(
         tyro.cli, Config, prog="speed_mem_tests_mlp.py", console_outputs=rank == 0
     )
-    c = read(args=argv, description=__doc__.partition("\n")[0])
-    large = c.table not in (None, "mlp_1024")
-    c = read(args=[*LARGE * large, *SMALL * c.small, *argv])  # of two equal flags the last counts
-    low = [f"--{name} {getattr(c, name)}" for name in SIZES if getattr(c, name) < 1]
-    set_too = [flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
-    alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (
-        not c.data_parallel
+    config = read(args=argv, description=__doc__.partition("\n")[0])
+    large = config.table not in (None, "mlp_1024")
+    config = read(
+        args=[*LARGE * large, *SMALL * config.small, *argv]
+    )  # of two equal flags the last counts
+    low = [f"--{name} {getattr(config, name)}" for name in SIZES if getattr(config, name) < 1]
+    set_too = [flag(name) for name in SWITCHES if getattr(config, name) != getattr(Config, name)]
+    alone = [f"--{name}" for name in ("table", "world") if getattr(config, name)] + [ALONE] * (
+        not config.data_parallel
     )
     for wrong, message in (
         (low, f"{' '.join(low)}: must be at least 1"),
-        (c.steps <= WARMUP, f"--steps {c.steps}: must be above {WARMUP}, which are warm-up"),
-        (min(c.world, c.nproc, c.timeout) < 0, "--world, --nproc, --timeout: must not be negative"),
         (
-            c.table and set_too,
+            config.steps <= WARMUP,
+            f"--steps {config.steps}: must be above {WARMUP}, which are warm-up",
+        ),
+        (
+            min(config.world, config.nproc, config.timeout) < 0,
+            "--world, --nproc, --timeout: must not be negative",
+        ),
+        (
+            config.table and set_too,
             f"{' '.join(set_too)}: each row of --table has its own; leave it out",
         ),
         (
@@ -106,26 +114,26 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
             f"{' '.join(alone)}: is for one process, here are {world}; start it without torchrun",
         ),
         (
-            c.world and not c.data_parallel,
-            f"--world {c.world}: simulates sharding; leave out {ALONE}",
+            config.world and not config.data_parallel,
+            f"--world {config.world}: simulates sharding; leave out {ALONE}",
         ),
         (
-            not c.data_parallel and "bf16" in (c.param_dtype, c.reduce_dtype),
+            not config.data_parallel and "bf16" in (config.param_dtype, config.reduce_dtype),
             f"--param-dtype, --reduce-dtype: belong to data_parallel; with {ALONE} use --autocast",
         ),
         (
-            c.compile_options and c.compile == "none",
+            config.compile_options and config.compile == "none",
             "--compile-options: add --compile model, step or fwdbwd",
         ),
     ):
         if wrong:
             fail(message, rank)
-    return c
+    return config
 
 
-def setting(c: Config) -> dict:
+def setting(config: Config) -> dict:
     """What a row holds under `flags`: every size and switch."""
-    return {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
+    return {name: getattr(config, name) for name in (*SIZES, *SWITCHES)}
 
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -147,17 +155,17 @@ from trainer.step import check_mode
 
 
 class MLP(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, config: Config):
         super().__init__()
         linear = functools.partial(nn.Linear, bias=False)
-        wide = c.grow * c.width
+        wide = config.grow * config.width
         blocks = (
-            nn.Sequential(linear(c.width, wide), nn.GELU(), linear(wide, c.width))
-            for _ in range(c.blocks)
+            nn.Sequential(linear(config.width, wide), nn.GELU(), linear(wide, config.width))
+            for _ in range(config.blocks)
         )
-        self.embed = nn.Embedding(c.vocab, c.width)
+        self.embed = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(blocks)
-        self.head = linear(c.width, c.vocab)
+        self.head = linear(config.width, config.vocab)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
         x = self.embed(tokens)  # [B, T, D]
@@ -166,18 +174,18 @@ class MLP(nn.Module):
         return self.head(F.layer_norm(x, x.shape[-1:]))
 
 
-def build(c: Config, device: torch.device, world: int, stage=lambda name: None) -> MLP:
+def build(config: Config, device: torch.device, world: int, stage=lambda name: None) -> MLP:
     """The initialised model, the same for either --init and any number of ranks."""
     torch.manual_seed(0)
-    with torch.device("meta" if c.init == "meta" else device):
-        model = MLP(c)
+    with torch.device("meta" if config.init == "meta" else device):
+        model = MLP(config)
     stage("model")
-    if c.data_parallel:
+    if config.data_parallel:
         mesh = torch.distributed.init_device_mesh(device.type, (world,))
-        policy = MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
-        data_parallel(model, mesh, mp_policy=policy, reshard_after_forward=c.reshard)
+        policy = MixedPrecisionPolicy(DTYPES[config.param_dtype], DTYPES[config.reduce_dtype])
+        data_parallel(model, mesh, mp_policy=policy, reshard_after_forward=config.reshard)
         stage("data_parallel")
-    if c.init == "meta":
+    if config.init == "meta":
         model.to_empty(device=device)
         stage("to_empty")
         with disable_data_parallel():
@@ -189,17 +197,17 @@ def build(c: Config, device: torch.device, world: int, stage=lambda name: None) 
 class Step:
     """`run(tokens, targets)` -> loss, in every compile mode. `phase`: where it is, for when memory runs out."""
 
-    def __init__(self, c: Config, model: nn.Module, device: torch.device):
+    def __init__(self, config: Config, model: nn.Module, device: torch.device):
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         self.phase = "fwd"
-        self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=c.autocast)
-        options = compile_options(c)
+        self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=config.autocast)
+        options = compile_options(config)
         options = (overlap.compile_options(model) if options.pop("overlap", None) else {}) | options
 
         def compiled(mode: str, f):
             return (
                 torch.compile(f, fullgraph=mode != "step", options=options)
-                if mode == c.compile
+                if mode == config.compile
                 else f
             )
 
@@ -225,15 +233,15 @@ class Step:
 
 
 def train(
-    c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages
+    config: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages
 ):
     """Every step, on one batch: (the last loss, seconds of the warm-up). FloatingPointError: the loss is not finite."""
     data = torch.randint(
-        c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)
+        config.vocab, (config.batch, config.seqlen + 1), generator=torch.Generator().manual_seed(1)
     ).to(device)
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
     start = time.perf_counter()
-    for k in range(c.steps):
+    for k in range(config.steps):
         with timer.step(excluded=k < WARMUP):
             loss = step.run(tokens, targets)
         if k < WARMUP:
@@ -245,29 +253,33 @@ def train(
     return loss.item(), warm_s
 
 
-def main(c: Config, rank: int, local_rank: int, world: int) -> int:
+def main(config: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
-    options = compile_options(c)
-    cuda = c.device == "cuda" or torch.cuda.is_available()
+    options = compile_options(config)
+    cuda = config.device == "cuda" or torch.cuda.is_available()
     try:
-        if (c.device == "cpu" or not cuda) and (
+        if (config.device == "cpu" or not cuda) and (
             only := [name for name in options if name.startswith("triton.")]
         ):
             raise ValueError(
                 f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU"
             )
         check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
-        check_writable(c.results)
-        device = connect(c, rank, local_rank, world)
+        check_writable(config.results)
+        device = connect(config, rank, local_rank, world)
     except ValueError as e:
         fail(str(e), rank)
     row = (
         timing.environment(device)
-        | dict(study="mlp", world=flags.world_label(c, world))
-        | setting(c)
+        | dict(study="mlp", world=flags.world_label(config, world))
+        | setting(config)
     )
     row |= dict(
-        flags=setting(c), line=os.environ.get("SWEEP_LINE"), outcome="ok", loss=None, compile_s=None
+        flags=setting(config),
+        line=os.environ.get("SWEEP_LINE"),
+        outcome="ok",
+        loss=None,
+        compile_s=None,
     )
     row |= timing.stats([])
     stages = memory.Stages(device)
@@ -275,11 +287,11 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     step = None
     code = 0
     try:
-        step = Step(c, build(c, device, c.world or world, stages.add), device)
+        step = Step(config, build(config, device, config.world or world, stages.add), device)
         stages.add("optimizer")
-        row["loss"], warm_s = train(c, step, device, timer, stages)
+        row["loss"], warm_s = train(config, step, device, timer, stages)
         row |= timing.stats(timer.ms())
-        if c.compile != "none":
+        if config.compile != "none":
             row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2)
     except Exception as e:
         text = " ".join(f"{type(e).__name__}: {e}".split())[:500]
@@ -300,35 +312,35 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
     row |= memory.peak(device) | timing.clocks(device)
     if rank == 0:
-        append_jsonl(c.results, row, fsync=True)
+        append_jsonl(config.results, row, fsync=True)
         put("\n".join([*stages.lines(), *final_lines(row)[:3]]))
     if code == 0:
         shutdown()
     return code
 
 
-def table(c: Config) -> int:
+def table(config: Config) -> int:
     """Sweeps the rows of --table and prints them beside the published ones. 0: every row ended, if only with OOM."""
-    check_writable(c.results)
-    handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0)
-    words = [word for name in handed for word in (flag(name), str(getattr(c, name)))]
-    n = c.nproc or torch.cuda.device_count() or 1
-    results = Path(c.results)
-    [lines] = sweep.studies(str(SETTINGS / f"{c.table}.txt"), False, n, words).values()
+    check_writable(config.results)
+    handed = [*SIZES, "device"] + ["world", "link"] * (config.world > 0)
+    words = [word for name in handed for word in (flag(name), str(getattr(config, name)))]
+    n = config.nproc or torch.cuda.device_count() or 1
+    results = Path(config.results)
+    [lines] = sweep.studies(str(SETTINGS / f"{config.table}.txt"), False, n, words).values()
     settings = {line: setting(parse(shlex.split(line)[1:])) for line in lines}
     how = dict(
         program=[__file__],
         results=results,
         output=[],
-        timeout=c.timeout,
+        timeout=config.timeout,
         budget=math.inf,
-        fresh=c.fresh,
+        fresh=config.fresh,
     )
     finished = sweep.sweep(
-        {c.table: lines}, argparse.Namespace(**how, any_commit=False, report=False), settings
+        {config.table: lines}, argparse.Namespace(**how, any_commit=False, report=False), settings
     )
     rows = sweep.read_rows(results)
-    put(f"\n{beside_published(c.table, [rows[line] for line in lines])}")
+    put(f"\n{beside_published(config.table, [rows[line] for line in lines])}")
     return 0 if finished else 1
 
 
@@ -346,16 +358,16 @@ def beside_published(name: str, rows: list[dict]) -> str:
         "peak_rss_mib" if cpu else "peak_alloc_mib",
     ]
     for key in keys:
-        for own in peaks if key == "peak_mib" else [key]:
-            columns.append((own, [grouped(row.get(own), 1, missing="") for row in rows]))
+        for names in peaks if key == "peak_mib" else [key]:
+            columns.append((names, [grouped(row.get(names), 1, missing="") for row in rows]))
         columns.append(("published", [theirs[key] for theirs in published]))
-    told = [
+    figures = [
         f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}"
         for row in rows
         if "init_mib" in row
     ]
     kind = "resident on a CPU, to compare with nothing published" if cpu else "allocated"
-    return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(told))}\n\n{markdown(columns)}"
+    return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(figures))}\n\n{markdown(columns)}"
 
 
 if __name__ == "__main__":

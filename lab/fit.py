@@ -79,13 +79,13 @@ class Fit:
 
 def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
     """Its own flags, and finetune.py's as words. Ends the process with exit code 2 and one line for a bad one."""
-    own, words = parse_known(Fit, argv, "./launch.sh fit", __doc__)
+    options, words = parse_known(Fit, argv, "./launch.sh fit", __doc__)
     for name, values in (
-        ("effective_batch", [own.effective_batch]),
-        ("micro_batch", own.micro_batch),
-        ("world", own.world),
-        ("memory_mib", [] if own.memory_mib is None else [own.memory_mib]),
-        ("timeout", [own.timeout]),
+        ("effective_batch", [options.effective_batch]),
+        ("micro_batch", options.micro_batch),
+        ("world", options.world),
+        ("memory_mib", [] if options.memory_mib is None else [options.memory_mib]),
+        ("timeout", [options.timeout]),
     ):
         search.check_range(name, values, 1, "1e9")
     words = [
@@ -97,15 +97,15 @@ def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
             fail(f"{word}: is what is looked for; leave it out", 0)
         if word in NOT_MEASURED:
             fail(f"{word}: is no part of it; leave it out", 0)
-    return own, words
+    return options, words
 
 
-def line_of(own: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
+def line_of(options: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
     """The flags of a run of finetune.py, but --remat."""
-    line = ["--model", own.model, "--random", "--effective-batch", str(own.effective_batch)]
+    line = ["--model", options.model, "--random", "--effective-batch", str(options.effective_batch)]
     line += ["--batch", str(micro)]
     if "--data" not in words:
-        line += ["--data", str(data_of(own))]
+        line += ["--data", str(data_of(options))]
     if "--steps" not in words:
         line += ["--steps", "6"]
     if ranks > 1:
@@ -113,69 +113,75 @@ def line_of(own: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
     return [*line, *words]
 
 
-def data_of(own: Fit) -> Path:
+def data_of(options: Fit) -> Path:
     """The file of --data that this program writes if none is given: what it says has no influence on memory."""
-    return Path(own.results).with_suffix(".data.jsonl")
+    return Path(options.results).with_suffix(".data.jsonl")
 
 
-def question(own: Fit, c: config.Config) -> search.Question:
+def question(options: Fit, resolved: config.Config) -> search.Question:
     """What the planner is asked, of resolved flags. ValueError, one line, for what it cannot plan."""
-    gpu = hardware.gpu(own.gpu)
-    on_cpu = c.device == "cpu"
-    gpu = gpu._replace(arch="cpu") if on_cpu else hardware.field(gpu, c.compile == "none")
+    gpu = hardware.gpu(options.gpu)
+    on_cpu = resolved.device == "cpu"
+    gpu = gpu._replace(arch="cpu") if on_cpu else hardware.field(gpu, resolved.compile == "none")
     try:
-        a = read(own.model)
+        a = read(options.model)
     except ValueError as error:
         raise ValueError(str(error).replace("--hf ", "--model ")) from error
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
-    asked = SimpleNamespace(**c.flat() | shape)
-    if problem := search.misfit(asked, a, c.replicas):
+    asked = SimpleNamespace(**resolved.flat() | shape)
+    if problem := search.misfit(asked, a, resolved.replicas):
         raise ValueError(problem)
-    return search.Question(asked, a, gpu, 1, 10**9, link(c.link), link(c.link))
+    return search.Question(asked, a, gpu, 1, 10**9, link(resolved.link), link(resolved.link))
 
 
-def planned(own: Fit, c: config.Config, runs: bool, limit: float, base: float) -> list[search.Cell]:
+def planned(
+    options: Fit, resolved: config.Config, runs: bool, limit: float, base: float
+) -> list[search.Cell]:
     """The planner's answers, printed. None for a setting that it cannot plan, if there are runs, else ValueError.
     limit, base: MiB, of a process and of what is not the step's."""
     try:
-        q = question(own, c)
+        q = question(options, resolved)
     except ValueError as error:
         if not runs:
             raise
         tell(f"not planned: {error}")
         return [
-            search.Cell(n, b, None, own.effective_batch // (n * b))
-            for n, b in product(own.world, own.micro_batch)
-            if own.effective_batch % (n * b) == 0
+            search.Cell(n, b, None, options.effective_batch // (n * b))
+            for n, b in product(options.world, options.micro_batch)
+            if options.effective_batch % (n * b) == 0
         ]
     nbytes = (limit - base) * 2**20
-    settings = search.fit_table(q, own.world, own.micro_batch, own.effective_batch, nbytes)
-    tell("\n".join(report.fit_lines(settings, own.effective_batch)))
-    if c.device == "cpu":
+    settings = search.fit_table(
+        q, options.world, options.micro_batch, options.effective_batch, nbytes
+    )
+    tell("\n".join(report.fit_lines(settings, options.effective_batch)))
+    if resolved.device == "cpu":
         tell(f"a process holds {grouped(base)} MiB alone")
     else:
         tell("\n".join(report.honesty(q, False)))
-    if c.compile not in ("none", "fwdbwd"):
-        tell(f"planned as --compile fwdbwd, not {c.compile}")
+    if resolved.compile not in ("none", "fwdbwd"):
+        tell(f"planned as --compile fwdbwd, not {resolved.compile}")
     return settings
 
 
-def answer_of(own: Fit, c: config.Config, setting: search.Cell, limit: float, base: float) -> dict:
+def answer_of(
+    options: Fit, resolved: config.Config, setting: search.Cell, limit: float, base: float
+) -> dict:
     """What is recorded of an answer beside the run that it is taken from: what was asked, and what was planned."""
     asked = dict(
         study="fit",
-        model=Path(own.model).resolve().name,
-        gpu=None if c.device == "cpu" else own.gpu,
+        model=Path(options.model).resolve().name,
+        gpu=None if resolved.device == "cpu" else options.gpu,
         memory_mib=limit,
-        effective_batch=own.effective_batch,
-        seqlen=c.seqlen,
+        effective_batch=options.effective_batch,
+        seqlen=resolved.seqlen,
         batch=setting.micro,
         grad_accum=setting.accum,
-        world=f"{setting.ranks}(sim {c.link})" if setting.ranks > 1 else 1,
+        world=f"{setting.ranks}(sim {resolved.link})" if setting.ranks > 1 else 1,
     )
     if not (q := setting.question):
         return asked
-    timed = c.device != "cpu" and setting.ratio is not None
+    timed = resolved.device != "cpu" and setting.ratio is not None
     return asked | dict(
         parameters=q.a.parameters,
         planned_ratio=setting.ratio,
@@ -184,22 +190,24 @@ def answer_of(own: Fit, c: config.Config, setting: search.Cell, limit: float, ba
     )
 
 
-def measured(own: Fit, words: list[str], setting: search.Cell, limit: float) -> dict | None:
+def measured(options: Fit, words: list[str], setting: search.Cell, limit: float) -> dict | None:
     """Runs what is needed to find the least ratio; the row that it is taken from, with `ratio` and all that was
     `tried`, as [ratio, MiB at the peak, outcome]. None: a run failed, and nothing is known."""
-    rows = sweep.current(read_rows(Path(own.results)), own.any_commit)
-    args = Namespace(results=Path(own.results), program=[PROGRAM], output=[], timeout=own.timeout)
+    rows = sweep.current(read_rows(Path(options.results)), options.any_commit)
+    args = Namespace(
+        results=Path(options.results), program=[PROGRAM], output=[], timeout=options.timeout
+    )
     tried: dict[float, dict] = {}
 
     def fits(ratio: float) -> bool | None:
         remat = f"--remat block --remat-ratio {ratio:g}"
-        line = [*line_of(own, words, setting.ranks, setting.micro), *remat.split()]
+        line = [*line_of(options, words, setting.ranks, setting.micro), *remat.split()]
         name = sweep.setting_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):
             put(f"[{setting.ranks} ranks, micro-batch {setting.micro}] {remat}")
             title = f"fit n={setting.ranks} --batch {setting.micro} {remat}"
-            flags = sweep.given(sweep.parse(line)[1])
-            rows[name] = sweep.attempt(name, args, own.timeout, title, flags)
+            flags = sweep.values_of(sweep.parse(line)[1])
+            rows[name] = sweep.attempt(name, args, options.timeout, title, flags)
         tried[ratio] = row = rows[name]
         if sweep.unfinished([name], rows):
             return None
@@ -220,7 +228,9 @@ def measured(own: Fit, words: list[str], setting: search.Cell, limit: float) -> 
         ratio = grid[0]
     if any(sweep.unfinished([""], {"": row}) for row in tried.values()):
         return None
-    ends = [[each, peak_of(row), row["outcome"]] for each, row in sorted(tried.items())]
+    ends = [
+        [tried_ratio, peak_of(row), row["outcome"]] for tried_ratio, row in sorted(tried.items())
+    ]
     if ratio is None:
         return tried[grid[-1]] | dict(ratio=None, tried=ends, outcome="does not fit")
     return tried[ratio] | dict(ratio=ratio, tried=ends)
@@ -232,69 +242,73 @@ def peak_of(row: dict) -> float | None:
     return max(filter(None, peaks), default=None)
 
 
-def limits(own: Fit, c: config.Config) -> tuple[float, float]:
+def limits(options: Fit, resolved: config.Config) -> tuple[float, float]:
     """(limit, of which are not the step's) in MiB. ValueError, one line, without a limit for a CPU."""
-    if c.device != "cpu":
-        whole = hardware.gpu(own.gpu).memory / 2**20
-        return own.memory_mib or whole - 2**10 * hardware.RESERVE_GIB, 0.0
-    if own.memory_mib is None:
+    if resolved.device != "cpu":
+        whole = hardware.gpu(options.gpu).memory / 2**20
+        return options.memory_mib or whole - 2**10 * hardware.RESERVE_GIB, 0.0
+    if options.memory_mib is None:
         raise ValueError(
             "--device cpu: needs --memory-mib, the limit of a process's resident memory"
         )
     command = [sys.executable, "-c", IMPORTED]
     done = subprocess.run(command, cwd=sweep.ROOT, capture_output=True, check=True)
-    return own.memory_mib, float(done.stdout)
+    return options.memory_mib, float(done.stdout)
 
 
-def prepare(own: Fit, c: config.Config, words: list[str]) -> None:
+def prepare(options: Fit, resolved: config.Config, words: list[str]) -> None:
     """What runs need: data, a check of the flags that costs seconds, and memory that returns when it is freed."""
     if "--data" not in words:
-        text = " ".join(map(str, range(c.seqlen + 1)))
-        data_of(own).write_text(json.dumps({"text": text}) + "\n")
-    check_at_once(c, 1)
-    if c.device == "cpu":
+        text = " ".join(map(str, range(resolved.seqlen + 1)))
+        data_of(options).write_text(json.dumps({"text": text}) + "\n")
+    check_at_once(resolved, 1)
+    if resolved.device == "cpu":
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 
 
-def resolved(own: Fit, words: list[str]) -> config.Config:
+def resolved(options: Fit, words: list[str]) -> config.Config:
     """The flags of a run, of which each setting is checked. Ends the process with exit code 2 and one line."""
-    pairs = [*product(own.world, own.micro_batch)]
-    fitting = [(n, b) for n, b in pairs if own.effective_batch % (n * b) == 0]
-    name = f"--effective-batch {own.effective_batch}"
+    pairs = [*product(options.world, options.micro_batch)]
+    fitting = [(n, b) for n, b in pairs if options.effective_batch % (n * b) == 0]
+    name = f"--effective-batch {options.effective_batch}"
     if not fitting:
         fail(f"{name}: no --world x --micro-batch divides it; name others", 0)
-    c = [config.parse(line_of(own, words, n, b), 0, 1) for n, b in fitting][-1]
+    checked = [config.parse(line_of(options, words, n, b), 0, 1) for n, b in fitting][-1]
     if others := sorted({*pairs} - {*fitting}):
         pairs = ", ".join(f"{n} x {b}" for n, b in others)
         tell(f"left out, as they do not divide {name}: {pairs} (ranks x micro-batch)")
-    return flags.filled(c, "cpu" if c.device == "cpu" else "cuda")
+    return flags.filled(checked, "cpu" if checked.device == "cpu" else "cuda")
 
 
 def main(argv: list[str]) -> int:
     """Prints what is planned, measures and records it, prints the table; returns the exit code, 1 if a run failed."""
-    own, words = parse(argv)
-    c = resolved(own, words)
+    options, words = parse(argv)
+    resolved_config = resolved(options, words)
     failed = 0
     try:
-        check_writable(own.results)
-        runs = c.device == "cpu" or sweep.gpus() > 0
+        check_writable(options.results)
+        runs = resolved_config.device == "cpu" or sweep.gpus() > 0
         if runs:
-            prepare(own, c, words)
-        limit, base = limits(own, c)
-        settings = planned(own, c, runs, limit, base)
+            prepare(options, resolved_config, words)
+        limit, base = limits(options, resolved_config)
+        settings = planned(options, resolved_config, runs, limit, base)
         if not runs:
             tell(
                 "not measured: no GPU here; --device cpu --memory-mib N measures a small model's resident memory"
             )
             return 0
         for setting in settings:
-            run = measured(own, words, setting, limit)
+            run = measured(options, words, setting, limit)
             failed += run is None
             if run:
                 row = {key: value for key, value in run.items() if key != "line"}
-                append_jsonl(own.results, row | answer_of(own, c, setting, limit, base))
+                append_jsonl(
+                    options.results, row | answer_of(options, resolved_config, setting, limit, base)
+                )
         if failed < len(settings):
-            about, table = tables.section("fit", published.read([Path(own.results)]), small=False)
+            about, table = tables.section(
+                "fit", published.read([Path(options.results)]), small=False
+            )
             tell(f"\n{about}\n\n{table}")
     except (ValueError, OSError, subprocess.SubprocessError) as error:
         fail(str(error), 0)

@@ -36,25 +36,30 @@ SCALARS = 64  # bytes; below are the loss and the norm
 
 def graph_row(gm: torch.fx.GraphModule) -> dict:
     """The products and collectives of one graph, in order."""
-    found = [each for each in collectives.collectives(gm) if each.full > SCALARS]
-    rows = [[c.kind, c.start, c.gap, round(c.full / MIB, 4), round(c.sent / MIB, 4)] for c in found]
+    calls = [call for call in collectives.collectives(gm) if call.full > SCALARS]
+    rows = [
+        [call.kind, call.start, call.gap, round(call.full / MIB, 4), round(call.sent / MIB, 4)]
+        for call in calls
+    ]
     alive = round(collectives.gathered_alive(gm) / MIB, 1)
     return dict(products=sum(map(is_product, gm.graph.nodes)), gathered_mib=alive, collectives=rows)
 
 
-def main(own: argparse.Namespace, c: flags.Config) -> int:
+def main(arguments: argparse.Namespace, config: flags.Config) -> int:
     """Prints the report and appends the row to --results; returns the exit code. Bad flags: SystemExit(2)."""
-    device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
+    device = (
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    dist.init_process_group("fake", rank=0, world_size=arguments.world, store=FakeStore())
     try:
-        check_writable(c.results)
-        c = flags.resolve(c, device, own.world)
-        if c.compile == "none":
+        check_writable(config.results)
+        config = flags.resolve(config, device, arguments.world)
+        if config.compile == "none":
             raise ValueError("--compile none: there is no graph; use another mode")
-        model, graphs = collectives.of_trainer(c, own.world)
+        model, graphs = collectives.of_trainer(config, arguments.world)
     except ValueError as e:
         flags.fail(str(e), 0)
-    put("\n".join(collectives.report(model, graphs, c.grad_accum)))
+    put("\n".join(collectives.report(model, graphs, config.grad_accum)))
     made = {
         f"{name}, {part}": graph_row(gm)
         for name, pair in graphs.items()
@@ -62,13 +67,13 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
     }
     row = timing.environment(torch.device("cpu")) | dict(
         device="no device, graphs",
-        world=own.world,
+        world=arguments.world,
         study="collectives",
-        flags=flags.setting(c),
+        flags=flags.setting(config),
         outcome="ok",
         graphs=made,
     )
-    append_jsonl(c.results, row | dict(command=shlex.join(sys.argv[1:])))
+    append_jsonl(config.results, row | dict(command=shlex.join(sys.argv[1:])))
     dist.destroy_process_group()
     return 0
 

@@ -76,7 +76,7 @@ def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
         took = timed(step, batch)
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     calls = iter(simulated_world.log())
-    found = [("computation", 0.0, took)]
+    drawn = [("computation", 0.0, took)]
     free = 0.0
     for event in events:
         start = (event.time_range.start - events[0].time_range.start) / 1e3
@@ -84,49 +84,49 @@ def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
             call = next(calls)
             start = max(start, free)
             free = start + 1e3 * call.seconds
-            found.append((call.op, start, free))
-            found += [("waiting", start, free)] * (not call.async_op)
+            drawn.append((call.op, start, free))
+            drawn += [("waiting", start, free)] * (not call.async_op)
         elif event.name.endswith("::wait_tensor"):
-            found.append(("waiting", start, start + event.time_range.elapsed_us() / 1e3))
-    return [(what, round(a, 2), round(b, 2)) for what, a, b in found if b - a > 0.05]
+            drawn.append(("waiting", start, start + event.time_range.elapsed_us() / 1e3))
+    return [(what, round(a, 2), round(b, 2)) for what, a, b in drawn if b - a > 0.05]
 
 
 def ends(calls: list, seconds: list[float]) -> float:
     """Seconds of the first two gathers and the last two reductions: those of the embedding and of the first block."""
-    gathers = [s for c, s in zip(calls, seconds, strict=True) if c.op == "all_gather"]
-    reductions = [s for c, s in zip(calls, seconds, strict=True) if c.op == "reduce_scatter"]
+    gathers = [s for call, s in zip(calls, seconds, strict=True) if call.op == "all_gather"]
+    reductions = [s for call, s in zip(calls, seconds, strict=True) if call.op == "reduce_scatter"]
     return sum(gathers[:2] + reductions[-2:])
 
 
-def measure(settings: list[str], c: flags.Config) -> list[dict]:
+def measure(settings: list[str], config: flags.Config) -> list[dict]:
     """The rows: of each setting one per factor. Raises ValueError for flags that do not fit."""
     configs = [
         replace(
-            c,
+            config,
             system=replace(
-                c.system, **dict(zip(("wrapper", "compile"), setting.split(":"), strict=True))
+                config.system, **dict(zip(("wrapper", "compile"), setting.split(":"), strict=True))
             ),
         )
         for setting in settings
     ]
-    kind = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
-    configs = [flags.resolve(own, kind, 1) for own in configs]
-    c = configs[0]
-    device = connect(c, 0, 0, 1)
-    batch = [t.to(device) for t in next(data(c, 0, c.world))]
+    kind = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    configs = [flags.resolve(one, kind, 1) for one in configs]
+    config = configs[0]
+    device = connect(config, 0, 0, 1)
+    batch = [t.to(device) for t in next(data(config, 0, config.world))]
     runs = []
     ms = {}
     links = {}
     none = simulated_world.link("none")
-    for setting, own in zip(settings, configs, strict=True):
-        step = build(own, device, c.world)
+    for setting, one in zip(settings, configs, strict=True):
+        step = build(one, device, config.world)
         simulated_world.use(none)
         for _ in range(WARMUP):
             timed(step, batch)
         simulated_world.log().clear()
         ms[setting, 0.0] = [timed(step, batch)]
-        runs.append((setting, own, step, list(simulated_world.log())))
-    for turn in range(-TRIALS, c.steps):
+        runs.append((setting, one, step, list(simulated_world.log())))
+    for turn in range(-TRIALS, config.steps):
         # How fast links are: by a step, then by trials.
         for setting, _, _, calls in runs if turn in (-TRIALS, 0) else ():
             sent = sum(sent_bytes(call.op, call.nbytes, call.ranks) for call in calls)
@@ -141,7 +141,7 @@ def measure(settings: list[str], c: flags.Config) -> list[dict]:
                 simulated_world.use(links[setting, factor])
                 ms[setting, factor].append(timed(step, batch))
     rows = []
-    for setting, own, step, calls in runs:
+    for setting, one, step, calls in runs:
         compute = statistics.median(ms[setting, 0.0])
         for factor in FACTORS:
             seconds = [
@@ -149,11 +149,11 @@ def measure(settings: list[str], c: flags.Config) -> list[dict]:
             ]
             longer = max(compute, 1e3 * sum(seconds))
             row = timing.environment(device) | dict(
-                study="exposed", line=setting, flags=flags.setting(own), factor=factor
+                study="exposed", line=setting, flags=flags.setting(one), factor=factor
             )
             row |= timing.stats(ms[setting, factor]) | dict(
-                world=flags.world_label(own, c.world),
-                depth=own.depth,
+                world=flags.world_label(one, config.world),
+                depth=one.depth,
                 compute_ms=round(compute, 3),
                 link_ms=round(1e3 * sum(seconds), 3),
                 interleaved=settings,
@@ -166,7 +166,7 @@ def measure(settings: list[str], c: flags.Config) -> list[dict]:
             if factor == 1 and kind == "cpu":
                 simulated_world.use(links[setting, factor])
                 row["lanes"] = min(
-                    (lanes(step, batch) for _ in range(TRIALS)), key=lambda found: found[0][2]
+                    (lanes(step, batch) for _ in range(TRIALS)), key=lambda drawn: drawn[0][2]
                 )
             rows.append(row)
     return rows
@@ -175,8 +175,8 @@ def measure(settings: list[str], c: flags.Config) -> list[dict]:
 def label(row: dict) -> str:
     """The setting, with the flags that change its schedule."""
     ahead = row["flags"]["ahead"]
-    kept = row["flags"]["keep_last"]
-    return row["line"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
+    keeps_last = row["flags"]["keep_last"]
+    return row["line"] + " --keep-last" * keeps_last + f" --ahead {ahead:g}" * (ahead != 1)
 
 
 def table(rows: list[dict]) -> str:
@@ -200,7 +200,7 @@ def table(rows: list[dict]) -> str:
     ]
     columns.append(("ratio", [f"{row['ratio']:.3f}" for row in rows]))
     columns.append(("ends ms", [grouped(row["ends_ms"], 1) for row in rows]))
-    return markdown([*columns, ("ratio without the ends", [f"{each:.3f}" for each in rest])])
+    return markdown([*columns, ("ratio without the ends", [f"{value:.3f}" for value in rest])])
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -244,22 +244,29 @@ def draw(rows: list[dict], path: str) -> None:
     plot.savefig(path, dpi=160)
 
 
-def main(own: argparse.Namespace, c: flags.Config) -> int:
+def main(arguments: argparse.Namespace, config: flags.Config) -> int:
     """Measures and prints, or draws. Exit codes: 0, 2 settings or flags that do not fit."""
     try:
-        if own.plot:
+        if arguments.plot:
             draw(
-                [row for row in read_jsonl(Path(own.results)) if row.get("study") == "exposed"],
-                own.plot,
+                [
+                    row
+                    for row in read_jsonl(Path(arguments.results))
+                    if row.get("study") == "exposed"
+                ],
+                arguments.plot,
             )
             return 0
-        check_writable(own.results)
-        check_settings(own.settings, 0)
-        rows = measure(own.settings, replace(c, system=replace(c.system, world=c.world or 8)))
+        check_writable(arguments.results)
+        check_settings(arguments.settings, 0)
+        rows = measure(
+            arguments.settings,
+            replace(config, system=replace(config.system, world=config.world or 8)),
+        )
     except ValueError as e:
         fail(str(e), 0)
     for row in rows:
-        append_jsonl(own.results, row)
+        append_jsonl(arguments.results, row)
     put(table(rows))
     shutdown()
     return 0

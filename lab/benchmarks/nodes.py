@@ -95,21 +95,21 @@ def kind(group: list[int], local: int) -> str:
 
 
 def settings_of(
-    modes: list[str] | None, c: flags.Config, device: torch.device, world: int
+    modes: list[str] | None, config: flags.Config, device: torch.device, world: int
 ) -> dict[str, flags.Config]:
     """The settings by name. ValueError: one does not fit the ranks."""
     fits = [f"hybrid_shard:{n}" for n in range(2, world) if world % n == 0]
-    found = {}
+    by_name = {}
     for name in modes or ["replicate", "fully_shard", *fits]:
         mode, _, n = name.partition(":")
         replicas = int(n) if n else flags.System.replicas
-        own = replace(c, system=replace(c.system, mode=mode, replicas=replicas))
-        found[name] = flags.resolve(own, device.type, world)
-    return found
+        one = replace(config, system=replace(config.system, mode=mode, replicas=replicas))
+        by_name[name] = flags.resolve(one, device.type, world)
+    return by_name
 
 
 def links(
-    own: argparse.Namespace, device: torch.device, rank: int, world: int, local: int
+    arguments: argparse.Namespace, device: torch.device, rank: int, world: int, local: int
 ) -> dict[str, dict]:
     """The row, without environment, of each link. Collective."""
     mesh = dist.init_device_mesh(
@@ -121,12 +121,12 @@ def links(
         for group in groups
         if group.size() > 1
     }
-    mb = own.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0])
-    found = {}
+    mb = arguments.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0])
+    measured = {}
     for name, group in groups.items():
         setting = dict(
             link=name,
-            network=own.network,
+            network=arguments.network,
             ranks=group.size(),
             nodes=world // local,
             mb=mb,
@@ -137,12 +137,12 @@ def links(
         # The others of this group: nobody waits for those of another.
         everyone = [None] * group.size()
         dist.all_gather_object(
-            everyone, times(rank, device, setting, own.repeat, LIBRARY, group), group
+            everyone, times(rank, device, setting, arguments.repeat, LIBRARY, group), group
         )
-        found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(
-            setting, everyone, own.repeat
+        measured[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(
+            setting, everyone, arguments.repeat
         )
-    return found
+    return measured
 
 
 def meeting(world: int) -> Callable[[], None]:
@@ -161,7 +161,7 @@ def meeting(world: int) -> Callable[[], None]:
 
 def simulate(
     settings: dict[str, flags.Config],
-    found: dict[str, dict],
+    links_found: dict[str, dict],
     device,
     rank: int,
     world: int,
@@ -171,22 +171,24 @@ def simulate(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Without a bandwidth that was seen: latency alone.
-    link = {name: row["link"] for name, row in found.items()}
+    link = {name: row["link"] for name, row in links_found.items()}
     link = {
         name: Link(1e-6 * fit["alpha_us"], 1e9 * (fit["gb_per_s"] or 1e9))
         for name, fit in link.items()
     }
     simulated_world.start(world, none := Link(0.0, float("inf")), device, rank)
-    c = next(iter(settings.values()))
+    first_config = next(iter(settings.values()))
     meet = meeting(world)
-    steps = [build(each, device, world) for each in settings.values()]
+    steps = [build(one, device, world) for one in settings.values()]
     rows = [{} for _ in steps]
-    batch = [t.to(device) for t in next(data(c, rank, world))]
+    batch = [t.to(device) for t in next(data(first_config, rank, world))]
     for what, network in (("compute", none), ("simulated", lambda ranks: link[kind(ranks, local)])):
         simulated_world.use(network)
         timed = [(step, timing.StepTimer(device)) for step in steps]
         # Rank 1 prints no loss.
-        interleave(timed, data(c, rank, world), c.steps, device, rank=1, begin=meet)
+        interleave(
+            timed, data(first_config, rank, world), first_config.steps, device, rank=1, begin=meet
+        )
         for row, (step, timer) in zip(rows, timed, strict=True):
             simulated_world.log().clear()
             step(*batch)
@@ -200,11 +202,11 @@ def simulate(
 
 
 def measure(
-    own: argparse.Namespace, c: flags.Config, device: torch.device, rank: int, world: int
+    arguments: argparse.Namespace, config: flags.Config, device: torch.device, rank: int, world: int
 ) -> list[dict]:
     """The rows of links and modes. Ends the process group. ValueError, DataError or Desync: it cannot begin."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    same = dict(c.flat() | vars(own), ranks_of_a_node=local, torch=torch.__version__)
+    same = dict(config.flat() | vars(arguments), ranks_of_a_node=local, torch=torch.__version__)
     agree(
         {
             name: value
@@ -213,25 +215,27 @@ def measure(
         },
         control_group(),
     )
-    settings = settings_of(own.modes, c, device, world)
+    settings = settings_of(arguments.modes, config, device, world)
     about = timing.environment(device)
-    found = links(own, device, rank, world, local)
-    c = next(iter(settings.values()))
-    rows = [about | row for row in found.values()]
-    real = [(build(each, device, world), timing.StepTimer(device)) for each in settings.values()]
-    interleave(real, data(c, rank, world), c.steps, device, rank)
+    measured_links = links(arguments, device, rank, world, local)
+    config = next(iter(settings.values()))
+    rows = [about | row for row in measured_links.values()]
+    real = [(build(one, device, world), timing.StepTimer(device)) for one in settings.values()]
+    interleave(real, data(config, rank, world), config.steps, device, rank)
     real = [timer.ms() for _, timer in real]
     shutdown()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), follow_parent) as process:
-        told = process.submit(simulate, settings, found, device, rank, world, local).result()
-    for name, ms, more in zip(settings, real, told, strict=True):
+        simulated = process.submit(
+            simulate, settings, measured_links, device, rank, world, local
+        ).result()
+    for name, ms, more in zip(settings, real, simulated, strict=True):
         row = about | dict(
             study="nodes",
             line=name,
-            network=own.network,
+            network=arguments.network,
             nodes=world // local,
             world=world,
             outcome="ok",
@@ -243,7 +247,7 @@ def measure(
     return rows
 
 
-def told(rows: list[dict]) -> str:
+def summary_lines(rows: list[dict]) -> str:
     """The fitted links, a line for each, the table of the modes, and which mode pays."""
     best, *others = sorted((row for row in rows if "line" in row), key=lambda row: row["step_ms"])
     links = [
@@ -279,14 +283,14 @@ def draw(rows: list[dict], path: str) -> None:
     axes = plot.subplots(len(networks), squeeze=False)[:, 0]
     looks = dict(measured=("0.25", ""), predicted=("0.7", ""), simulated=("white", "////"))
     for ax, network in zip(axes, networks, strict=True):
-        own = [row for row in rows if row["network"] == network]
+        of_network = [row for row in rows if row["network"] == network]
         for at, (label, (color, hatch)) in enumerate(looks.items()):
             ms = dict(
-                measured=[row["step_ms"] for row in own],
-                simulated=[row["simulated_ms"] for row in own],
-                predicted=[row["compute_ms"] + row["link_ms"] for row in own],
+                measured=[row["step_ms"] for row in of_network],
+                simulated=[row["simulated_ms"] for row in of_network],
+                predicted=[row["compute_ms"] + row["link_ms"] for row in of_network],
             )[label]
-            places = [number + 0.27 * (at - 1) for number in range(len(own))]
+            places = [number + 0.27 * (at - 1) for number in range(len(of_network))]
             ax.barh(
                 places,
                 ms,
@@ -298,8 +302,8 @@ def draw(rows: list[dict], path: str) -> None:
                 label=label,
             )
         ax.set(
-            yticks=range(len(own)),
-            yticklabels=[row["line"] for row in own],
+            yticks=range(len(of_network)),
+            yticklabels=[row["line"] for row in of_network],
             title=network or "the network",
         )
     axes[-1].set_xlabel("ms of a step")
@@ -309,25 +313,29 @@ def draw(rows: list[dict], path: str) -> None:
     plot.savefig(path, dpi=160)
 
 
-def main(own: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+def main(
+    arguments: argparse.Namespace, config: flags.Config, rank: int, local_rank: int, world: int
+) -> int:
     """Measures, or draws. Exit codes: 0, 2 flags or ranks that do not fit, 3 bad data, 7 ranks that differ."""
     try:
-        if own.plot:
+        if arguments.plot:
             if rank == 0:
-                draw(read_jsonl(Path(c.results)), own.plot)
+                draw(read_jsonl(Path(config.results)), arguments.plot)
             return 0
-        check_writable(c.results)
-        if c.world or world < 2:
+        check_writable(config.results)
+        if config.world or world < 2:
             alone = "one rank has nobody to talk to; NPROC=2 ./launch.sh nodes"
             both = "real ranks are compared with simulated ones; leave it out"
-            raise ValueError(f"--world {c.world or 1}: {both if c.world else alone}")
-        set_deterministic(c.deterministic)
-        rows = measure(own, c, connect(c, rank, local_rank, world, c.timeout), rank, world)
+            raise ValueError(f"--world {config.world or 1}: {both if config.world else alone}")
+        set_deterministic(config.deterministic)
+        rows = measure(
+            arguments, config, connect(config, rank, local_rank, world, config.timeout), rank, world
+        )
     except (ValueError, DataError, Desync) as e:
         fail(str(e), rank, 3 if isinstance(e, DataError) else 7 if isinstance(e, Desync) else 2)
     for row in rows if rank == 0 else ():
-        append_jsonl(c.results, row)
-    tell(told(rows)) if rank == 0 else None
+        append_jsonl(config.results, row)
+    tell(summary_lines(rows)) if rank == 0 else None
     return 0
 
 

@@ -50,9 +50,9 @@ def published() -> Iterator[None]:
     """Inside it steps are built as the published runs were, see above."""
     wrap = parallelize.wrap
 
-    def wrapped(model, c, mesh):
-        wrap(model, c, mesh)
-        regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
+    def wrapped(model, config, mesh):
+        wrap(model, config, mesh)
+        regions = {"attn", "mlp"} if config.remat in ("both", "block") else {config.remat}
         for name, m in model.named_modules():
             if hasattr(m, "_gather_policy") and not regions & set(name.split(".")):
                 # Its dtypes, and whether it reshards after forward.
@@ -71,23 +71,25 @@ def published() -> Iterator[None]:
         yield
 
 
-def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: peak.Meter) -> dict:
+def row(
+    arguments: argparse.Namespace, config: flags.Config, timeline: Timeline, meter: peak.Meter
+) -> dict:
     """simulated_mib: the peak, allowances included; phases_mib, buffers [[how many, MiB, what]] and kernels without."""
     top, *_ = timeline.peaks(1)
     levels = timeline.levels()
     ends = [*timeline.starts[1:], len(levels)]
     phases = zip(timeline.marks, timeline.starts, ends, strict=True)
-    allowance = peak.CUBLAS_MIB[own.arch]
+    allowance = peak.CUBLAS_MIB[arguments.arch]
     kernels = Counter()
     for code in meter.codes.values():
         kernels[code.name] += len(code.kernels)
-    found = timing.environment(torch.device("cpu")) | dict(
-        device=f"simulated {own.arch}",
-        world=own.world,
+    result = timing.environment(torch.device("cpu")) | dict(
+        device=f"simulated {arguments.arch}",
+        world=arguments.world,
         study="peak",
         line=os.environ.get("SWEEP_LINE"),
-        flags=flags.setting(c),
-        published=own.published,
+        flags=flags.setting(config),
+        published=arguments.published,
         outcome="ok",
         simulated_mib=round(top.nbytes / 2**20 + allowance, 1),
         allowance_mib=allowance,
@@ -98,20 +100,20 @@ def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: pea
         },
         buffers=[[n, round(size / 2**20, 1), text] for n, size, text in largest(timeline)],
     )
-    return found | dict(kernels=dict(kernels), command=shlex.join(sys.argv[1:]))
+    return result | dict(kernels=dict(kernels), command=shlex.join(sys.argv[1:]))
 
 
-def main(own: argparse.Namespace, c: flags.Config) -> int:
+def main(arguments: argparse.Namespace, config: flags.Config) -> int:
     """Prints the report and appends the row to --results; returns the exit code. Bad flags: SystemExit(2)."""
-    if c.device == "cpu":
+    if config.device == "cpu":
         flags.fail("--device cpu: a simulated peak is of a GPU's code; use lab.profiling.peak", 0)
     try:
-        check_writable(c.results)
+        check_writable(config.results)
     except ValueError as e:
         flags.fail(str(e), 0)
-    with published() if own.published else nullcontext():
-        c, timeline, meter = peak.run(argparse.Namespace(**vars(own), kernels=0), c)
-    append_jsonl(c.results, row(own, c, timeline, meter))
+    with published() if arguments.published else nullcontext():
+        config, timeline, meter = peak.run(argparse.Namespace(**vars(arguments), kernels=0), config)
+    append_jsonl(config.results, row(arguments, config, timeline, meter))
     return 0
 
 

@@ -69,11 +69,13 @@ def parts(setting: str) -> tuple[str, str, str]:
 class TorchMuon:
     """torch.optim.Muon in place of the Muon of a step, which is not told of refused steps."""
 
-    def __init__(self, ours: Muon):
-        self.ours = ours
-        how = dict(ours.how)
+    def __init__(self, optimizer: Muon):
+        self.ours = optimizer
+        how = dict(optimizer.how)
         how.pop("ns_dtype")  # it is bf16
-        self.theirs = torch.optim.Muon(ours.matrices, lr=float(ours.lr) * ours.ratio, **how)
+        self.theirs = torch.optim.Muon(
+            optimizer.matrices, lr=float(optimizer.lr) * optimizer.ratio, **how
+        )
 
     def __getattr__(self, name: str):
         return getattr(self.ours, name)
@@ -91,10 +93,14 @@ class TorchMuon:
             p.grad = None
 
 
-def data(c: flags.Config, rank: int, world: int) -> Batches:
+def data(config: flags.Config, rank: int, world: int) -> Batches:
     """The batches of a rank, real or simulated."""
-    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
-    return Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
+    sizes = dict(
+        global_batch=world * config.batch * config.grad_accum,
+        seqlen=config.seqlen,
+        vocab=config.vocab,
+    )
+    return Batches(config.data, **sizes, seed=config.seed, rank=rank, world=world)
 
 
 def try_plot(path: str) -> None:
@@ -123,52 +129,56 @@ def interleave(
 
 
 def compare(
-    settings: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1
+    settings: list[str], config: flags.Config, device: torch.device, rank: int = 0, world: int = 1
 ) -> list[dict]:
     """Rows of every setting, in order; the first is what `ratio` refers to."""
     configs = []
     for wrapper, mode, optimizer in map(parts, settings):
-        system = replace(c.system, wrapper=wrapper, compile=mode)
-        own = (
-            replace(c.training, optimizer=optimizer.removeprefix("torch-"))
+        system = replace(config.system, wrapper=wrapper, compile=mode)
+        options = (
+            replace(config.training, optimizer=optimizer.removeprefix("torch-"))
             if optimizer != "adamw"
-            else c.training
+            else config.training
         )
         configs.append(
             flags.resolve(
-                replace(c, system=system, training=own), device.type, 1 if c.world else world
+                replace(config, system=system, training=options),
+                device.type,
+                1 if config.world else world,
             )
         )
-    c = configs[0]
-    steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
+    config = configs[0]
+    steps = [(build(one, device, world), timing.StepTimer(device)) for one in configs]
     for (step, _), setting in zip(steps, settings, strict=True):
         if parts(setting)[2] == "torch-muon":
             step.optimizer = TorchMuon(step.optimizer)
-    interleave(steps, data(c, rank, world), c.steps, device, rank)
+    interleave(steps, data(config, rank, world), config.steps, device, rank)
     rows = []
     first = steps[0][1].ms()
-    for setting, own, (_, timer) in zip(settings, configs, steps, strict=True):
+    for setting, options, (_, timer) in zip(settings, configs, steps, strict=True):
         ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
         row = timing.environment(device) | dict(
-            study="baselines", line=setting, flags=flags.setting(own)
+            study="baselines", line=setting, flags=flags.setting(options)
         )
         row |= timing.stats(timer.ms()) | dict(
-            world=flags.world_label(c, world), ratio=round(ratio, 4)
+            world=flags.world_label(config, world), ratio=round(ratio, 4)
         )
         rows.append(row | dict(against=settings[0], interleaved=settings))
     return rows
 
 
-def main(settings: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+def main(settings: list[str], config: flags.Config, rank: int, local_rank: int, world: int) -> int:
     """Compares, prints and appends rows. Exit codes: 0, 2 settings or flags that do not fit, 3 bad data."""
     check_settings(settings, rank)
-    set_deterministic(c.deterministic)
+    set_deterministic(config.deterministic)
     try:
-        rows = compare(settings, c, connect(c, rank, local_rank, world), rank, c.world or world)
+        rows = compare(
+            settings, config, connect(config, rank, local_rank, world), rank, config.world or world
+        )
     except (ValueError, DataError) as e:
         fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
-        append_jsonl(c.results, row)
+        append_jsonl(config.results, row)
         put(
             f"{row['line']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
             f"n {row['n']}  {row['ratio']:.3f} of {settings[0]}"

@@ -143,7 +143,7 @@ def module_of(node: fx.Node) -> str:
 def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:
     """Those of a captured graph, in order of their starts. `modules`: names that stand for the compiler's paths."""
     nodes = list(gm.graph.nodes)
-    found = []
+    calls = []
     place = {n: i for i, n in enumerate(nodes)}
     for n in nodes:
         if n.target in KINDS:
@@ -155,13 +155,13 @@ def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> li
             gap = sum(map(is_product, nodes[place[n] : place[wait_of(n)]]))
             start = sum(map(is_product, nodes[: place[n]]))
             whole = n.args[0] if n.target is SCATTER else n
-            own = [(module_of(n), tuple(whole.meta["val"].shape))]
+            sources = [(module_of(n), tuple(whole.meta["val"].shape))]
             bucket = tuple(
                 f"{_named(path, modules)} {[*shape]}".strip()
-                for path, shape in n.meta.get("bucket", own)
+                for path, shape in n.meta.get("bucket", sources)
             )
-            found.append(Collective(kind, gap, sent, full, ranks, bucket, start))
-    return found
+            calls.append(Collective(kind, gap, sent, full, ranks, bucket, start))
+    return calls
 
 
 def _named(path: str, modules: frozenset[str]) -> str:
@@ -247,10 +247,10 @@ def block_inputs(
 ) -> tuple[tuple, dict]:
     """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]; activations
     as tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
-    found = []
+    inputs = []
 
     def note(module, args, kwargs):
-        found.append((args, kwargs))
+        inputs.append((args, kwargs))
         raise Found
 
     def real(value):
@@ -263,7 +263,7 @@ def block_inputs(
     block = model.get_submodule(units_of(model)[0])
     with block.register_forward_pre_hook(note, with_kwargs=True), suppress(Found):
         model(tokens.to("meta"))
-    return torch.utils._pytree.tree_map(real, found[0])
+    return torch.utils._pytree.tree_map(real, inputs[0])
 
 
 def of_step(
@@ -299,21 +299,23 @@ def of_step(
     return graphs
 
 
-def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+def of_trainer(config: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     """The model of resolved flags and the graphs of its step."""
     device = torch.device("cpu")
-    tokens = torch.zeros(c.batch, c.seqlen, dtype=torch.long)
-    dtype = DTYPES[c.param_dtype]
-    blank = reference_model(c, device)
-    blank.prepare(c.seqlen, device)
+    tokens = torch.zeros(config.batch, config.seqlen, dtype=torch.long)
+    dtype = DTYPES[config.param_dtype]
+    blank = reference_model(config, device)
+    blank.prepare(config.seqlen, device)
     inputs = block_inputs(blank, tokens, dtype)
     # AdamW's moments: not computed with, so not touched.
     with mock.patch("torch.zeros_like", torch.empty_like):
-        step = build(c, device, world, init=False)
+        step = build(config, device, world, init=False)
     return step.model, of_step(step, inputs, tokens, dtype)
 
 
-def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Callable, tuple, dict]:
+def own_model(
+    target: str, config: flags.Config, world: int
+) -> tuple[nn.Module, Callable, tuple, dict]:
     """(model, function, args, options) to compile of the model and inputs that MODULE:FUNCTION returns, wrapped as
     resolved flags say. Raises ValueError, one line, for a wrong name."""
     sys.path.insert(0, os.getcwd())
@@ -325,23 +327,23 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
         raise ValueError(
             f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)"
         ) from e
-    wrap(model, c, make_mesh(c, torch.device("cpu"), world))
+    wrap(model, config, make_mesh(config, torch.device("cpu"), world))
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
-    options = compile_options(c)
+    options = compile_options(config)
     options = (
         options
         if options.pop("plain", False)
-        else overlap.compile_options(model, ahead=c.ahead) | options
+        else overlap.compile_options(model, ahead=config.ahead) | options
     )
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options
 
 
-def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+def of_module(target: str, config: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     """The model that `own_model` returns, and its graphs."""
-    model, *arguments = own_model(target, c, world)
+    model, *arguments = own_model(target, config, world)
     return model, {"model": capture(*arguments)}
 
 
@@ -355,9 +357,9 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
         times = micro_batches if compiled in MICRO_BATCH else 1
         for name, gm in pair.items():
             # Not the scalars of loss and norm.
-            found = [c for c in collectives(gm, modules) if c.full > 64]
-            counts = Counter(c.kind for c in found)
-            exposed = Counter(c.kind for c in found if not c.gap)
+            calls = [call for call in collectives(gm, modules) if call.full > 64]
+            counts = Counter(call.kind for call in calls)
+            exposed = Counter(call.kind for call in calls if not call.gap)
             # Of a block by itself they run around its code, and the next begins before the last ends.
             around = compiled == "block"
             words = [
@@ -367,32 +369,35 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             products = sum(is_product(n) for n in gm.graph.nodes)
             name = f"{compiled}, {name}" if "backward" in pair else compiled
             lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
-            if around and found:
+            if around and calls:
                 lines.append(
                     "  around the compiled code, one block early or late, as in eager mode"
                 )
-            if found:
+            if calls:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
-            for c in found:
-                first = c.bucket[0]
-                last = c.bucket[-1]
+            for call in calls:
+                first = call.bucket[0]
+                last = call.bucket[-1]
                 unit = first.partition(" [")[0]
-                n = len(c.bucket)
+                n = len(call.bucket)
                 bucket = first if n == 1 else f"{first} .. {last} ({n})"
                 if n > 1 and unit == last.partition(" [")[0]:
                     bucket = f"{unit} ({n} parameters)"
                 lines.append(
-                    f"  {c.kind:<14} {'-' if around else c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}"
+                    f"  {call.kind:<14} {'-' if around else call.gap:>7} "
+                    f"{call.full / MIB:>9.3f} {call.sent / MIB:>9.3f}  {bucket}"
                 )
             if counts["all-gather"] and not around:
-                all_of_it = sum(c.full for c in found if c.kind == "all-gather")
+                all_of_it = sum(call.full for call in calls if call.kind == "all-gather")
                 lines.append(
                     f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}"
                 )
             if "backward" in pair and gm is pair["forward"]:
-                kept = ", ".join(f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items())
-                lines.append(f"  kept for backward, MiB: {kept}")
-            sent += times * sum(c.sent for c in found)
+                saved_sizes = ", ".join(
+                    f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items()
+                )
+                lines.append(f"  kept for backward, MiB: {saved_sizes}")
+            sent += times * sum(call.sent for call in calls)
             total.update({kind: times * n for kind, n in counts.items()})
     summary = (
         ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
@@ -401,26 +406,28 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
     return [*lines, "", f"{per} and rank: {summary}, {sent / MIB:.3f} MiB sent"]
 
 
-def main(target: str | None, world: int, c: flags.Config) -> int:
+def main(target: str | None, world: int, config: flags.Config) -> int:
     """Prints the report for the trainer's model, or for `target`; returns the exit code. Bad flags: SystemExit(2)."""
-    device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        c = flags.resolve(c, device, world)
-        if c.compile == "none" and target is None:
+        config = flags.resolve(config, device, world)
+        if config.compile == "none" and target is None:
             raise ValueError("--compile none: there is no graph; use another mode")
-        model, graphs = of_module(target, c, world) if target else of_trainer(c, world)
+        model, graphs = of_module(target, config, world) if target else of_trainer(config, world)
     except ValueError as e:
         fail(str(e), 0)
     about = (
         target
-        or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
+        or f"depth={config.depth} width={config.width} vocab={config.vocab} seqlen={config.seqlen} batch={config.batch}"
     )
     put(
-        f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
-        f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}"
+        f"{about}, {world} ranks, {config.mode}, reshard={config.reshard}, compile={config.compile}, "
+        f"remat={config.remat}, {config.param_dtype} gathered, {config.reduce_dtype} reduced, torch {torch.__version__}"
     )
-    put("\n".join(report(model, graphs, c.grad_accum)))
+    put("\n".join(report(model, graphs, config.grad_accum)))
     dist.destroy_process_group()
     return 0
 

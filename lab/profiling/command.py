@@ -31,13 +31,13 @@ def parse_tool(
 ) -> tuple[argparse.Namespace, Config]:
     """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones; gpu: also for
     those that do not fit together on a GPU, unless --device cpu is among them."""
-    own, others = parser.parse_known_args()
-    if own.world < 1:
-        parser.error(f"--world {own.world}: must be at least 1")
-    c = parse(others)
+    arguments, others = parser.parse_known_args()
+    if arguments.world < 1:
+        parser.error(f"--world {arguments.world}: must be at least 1")
+    config = parse(others)
     try:
-        if gpu and c.device != "cpu":
-            resolve(c, "cuda", own.world)
+        if gpu and config.device != "cpu":
+            resolve(config, "cuda", arguments.world)
     except ValueError as e:
         fail(str(e), 0)
-    return own, c
+    return arguments, config

@@ -362,31 +362,35 @@ def add_product(total, a, b) -> None:
 
 @contextmanager
 def simulated(
-    c: flags.Config, world: int, arch: str | None
+    config: flags.Config, world: int, arch: str | None
 ) -> Iterator[tuple[Step, torch.Tensor, list[Code]]]:
     """(step, tokens, codes): a step of resolved flags that has run once, on tensors without values, and the code that
     was generated for it; inside the block it may run again. Needs a process group of `world` fake ranks. arch: the GPU
     of `pretend`; None: this CPU. ValueError, one line, for what cannot be simulated."""
-    for flag, given, why in (
-        ("--wrapper ddp", c.wrapper == "ddp", "its reducer needs memory; use --mode replicate"),
+    for flag, is_given, why in (
+        (
+            "--wrapper ddp",
+            config.wrapper == "ddp",
+            "its reducer needs memory; use --mode replicate",
+        ),
         (
             "--wrapper none",
-            c.wrapper == "none",
+            config.wrapper == "none",
             "a bare model is not simulated; use --mode replicate",
         ),
-        ("--deterministic", c.deterministic, "is not simulated; leave it out"),
+        ("--deterministic", config.deterministic, "is not simulated; leave it out"),
         (
             "--optimizer adamw8bit",
-            c.optimizer == "adamw8bit",
+            config.optimizer == "adamw8bit",
             "its update reads a value, which nothing has here; use adamw",
         ),
         (
-            f"--attn {c.attn}",
-            arch and c.param_dtype == "fp32" and c.attn in ("cudnn", "flash"),
+            f"--attn {config.attn}",
+            arch and config.param_dtype == "fp32" and config.attn in ("cudnn", "flash"),
             "needs bf16 or fp16",
         ),
     ):
-        if given:
+        if is_given:
             raise ValueError(f"{flag}: {why}")
     mesh = dist.init_device_mesh
     cpu = torch.device("cpu")
@@ -402,15 +406,15 @@ def simulated(
             else dict(fwd="forward", step="update").get(step.phase, step.phase)
         )
 
-    if arch and c.attn == "auto":  # the first that main.py would try there
+    if arch and config.attn == "auto":  # the first that main.py would try there
         kernel = (
             "efficient"
-            if c.param_dtype == "fp32"
+            if config.param_dtype == "fp32"
             else "flash"
             if arch < "sm_90" and len(arch) == 5
             else "cudnn"
         )
-        c = replace(c, system=replace(c.system, attn=kernel))
+        config = replace(config, system=replace(config.system, attn=kernel))
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(dist, "init_device_mesh", real_mesh),
@@ -418,15 +422,15 @@ def simulated(
         mock.patch.dict(vars(lean), dict(add_product=add_product) if arch else {}),
         generated(arch is not None, name) as codes,
     ):
-        step = build(c, cpu, world, init=False, compiled_update=arch is not None)
-        tokens = torch.zeros(c.batch * c.grad_accum, c.seqlen, dtype=torch.long)
+        step = build(config, cpu, world, init=False, compiled_update=arch is not None)
+        tokens = torch.zeros(config.batch * config.grad_accum, config.seqlen, dtype=torch.long)
         step(tokens, tokens)
         yield step, tokens, codes
 
 
-def of_module(target: str, c: flags.Config, world: int) -> list[Code]:
+def of_module(target: str, config: flags.Config, world: int) -> list[Code]:
     """The code of forward and backward of the model that MODULE:FUNCTION names, see collectives.of_module."""
-    _, function, args, options = collectives.own_model(target, c, world)
+    _, function, args, options = collectives.own_model(target, config, world)
     with generated(
         True, lambda is_backward: "backward" if is_backward else "forward", False
     ) as codes:
@@ -441,7 +445,7 @@ def resources(kernel: Kernel) -> list[dict]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    found = []
+    kernels = []
     with (
         inductor_config.patch(use_static_cuda_launcher=False),
         tempfile.NamedTemporaryFile(suffix=".cubin") as file,
@@ -461,8 +465,8 @@ def resources(kernel: Kernel) -> list[dict]:
                 )
             except Exception as e:  # whatever Triton and ptxas raise
                 row["error"] = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            found.append(row)
-    return found
+            kernels.append(row)
+    return kernels
 
 
 def compiled(codes: list[Code], arch: str) -> list[dict]:
@@ -494,25 +498,25 @@ def table(rows: list[dict]) -> list[str]:
     return text
 
 
-def main(own: argparse.Namespace, c: flags.Config) -> int:
+def main(arguments: argparse.Namespace, config: flags.Config) -> int:
     """Prints the table; returns 1 if a kernel does not fit, else 0. Bad flags: SystemExit(2)."""
     if reason := no_triton():
         fail(reason, 0)
-    pretend(own.arch)
-    dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
+    pretend(arguments.arch)
+    dist.init_process_group("fake", rank=0, world_size=arguments.world, store=FakeStore())
     try:
-        c = flags.resolve(c, "cuda", own.world)
-        if c.compile == "none" and not own.model:
+        config = flags.resolve(config, "cuda", arguments.world)
+        if config.compile == "none" and not arguments.model:
             raise ValueError("--compile none: no code is generated; use another mode")
-        if own.save:
-            Path(own.save).mkdir(parents=True, exist_ok=True)
-        if own.model:
-            codes = of_module(own.model, c, own.world)
+        if arguments.save:
+            Path(arguments.save).mkdir(parents=True, exist_ok=True)
+        if arguments.model:
+            codes = of_module(arguments.model, config, arguments.world)
         else:
-            with simulated(c, own.world, own.arch) as (_, _, codes):
+            with simulated(config, arguments.world, arguments.arch) as (_, _, codes):
                 pass
     except OSError as e:
-        fail(f"--save {own.save}: {e.strerror}; name a folder that can be written", 0)
+        fail(f"--save {arguments.save}: {e.strerror}; name a folder that can be written", 0)
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
@@ -520,15 +524,19 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         put(
             f"{code.name}: {len(code.kernels)} kernels, {len(code.source.splitlines())} lines of code"
         )
-    if own.save:
+    if arguments.save:
         for i, code in enumerate(codes):
-            (Path(own.save) / f"{i}_{code.name}.py").write_text(code.source)
+            (Path(arguments.save) / f"{i}_{code.name}.py").write_text(code.source)
             for kernel in code.kernels.values():
-                (Path(own.save) / f"{i}_{code.name}_{kernel.name}.py").write_text(kernel.source)
-    rows = [] if own.no_kernels else compiled(codes, own.arch)
+                (Path(arguments.save) / f"{i}_{code.name}_{kernel.name}.py").write_text(
+                    kernel.source
+                )
+    rows = [] if arguments.no_kernels else compiled(codes, arguments.arch)
     put(*table(rows) if rows else [], sep="\n")
     failed = [row for row in rows if "error" in row]
-    put(f"{own.arch}, {len(rows)} configurations compiled, {len(failed)} failed; nothing was run")
+    put(
+        f"{arguments.arch}, {len(rows)} configurations compiled, {len(failed)} failed; nothing was run"
+    )
     return int(bool(failed))
 
 

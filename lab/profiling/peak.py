@@ -106,19 +106,21 @@ class Meter(TorchDispatchMode):
             self.pending.pop(storage_of(args[0]), None)
             return args[0]
         kwargs = kwargs or {}
-        own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+        definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
         if func.namespace == "aten" and func.overloadpacket not in FLOP_FORMULAS:
             with self:  # inside a custom op linear, matmul and the like come whole
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if own is not None:  # what it holds inside counts, and its products are counted there
+        if (
+            definition is not None
+        ):  # what it holds inside counts, and its products are counted there
             with self:
-                out = own._init_fn(*args, **kwargs)
+                out = definition._init_fn(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
         made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        given = [
+        inputs = [
             t
             for t in torch.utils._pytree.tree_leaves((args, kwargs))
             if isinstance(t, torch.Tensor)
@@ -127,15 +129,15 @@ class Meter(TorchDispatchMode):
             self.born(t, str(func))
         if piece := moved(func._schema.name):
             if func.namespace == "_c10d_functional":  # others are not waited for by an operation
-                self.pending |= {storage_of(t): given for t in made}
-            for t in given + made:
+                self.pending |= {storage_of(t): inputs for t in made}
+            for t in inputs + made:
                 self.read(t, piece)
         elif (
             func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1
         ):
             self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
         if self.gpu and "attention_backward" in func._schema.name:
-            q, k = given[1:3]
+            q, k = inputs[1:3]
             scratch = 4 * q.numel()  # the gradient of q, in fp32
             if q.shape[1] != k.shape[1]:  # those of k and v, spread over the heads
                 scratch += 2 * q.nbytes
@@ -144,13 +146,13 @@ class Meter(TorchDispatchMode):
             )
             self.events.append(Event(len(self.events), -1, -scratch))
         count = FLOP_FORMULAS.get(func.overloadpacket)
-        if count is not None and own is None:
+        if count is not None and definition is None:
             # Torch's formulas know no out_dtype.
             shapes = [a for a in args if not isinstance(a, torch.dtype)]
             if "attention" in func._schema.name:  # torch 2.11's know no grouped heads
-                heads = max(t.shape[1] for t in given if t.dim() == 4)
+                heads = max(t.shape[1] for t in inputs if t.dim() == 4)
                 shapes = [spread(a, heads) for a in shapes]
-            moves = sum(t.nbytes for t in given + made)
+            moves = sum(t.nbytes for t in inputs + made)
             self.work[str(func)].update(
                 calls=1, flops=count(*shapes, **kwargs, out_val=out), nbytes=moves
             )
@@ -221,12 +223,12 @@ class Meter(TorchDispatchMode):
             yield
 
 
-def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, Meter]:
+def simulate(config: flags.Config, world: int, arch: str | None) -> tuple[Timeline, Meter]:
     """The second step of resolved flags, as one rank of `world` sees it. arch, ValueError: as gpu_code.simulated."""
     marks = []
-    with gpu_code.simulated(c, world, arch) as (step, tokens, codes):
+    with gpu_code.simulated(config, world, arch) as (step, tokens, codes):
         base, known = before(step, tokens, tokens, storage_of)
-        meter = Meter(codes, known, arch is not None, c.seqlen)
+        meter = Meter(codes, known, arch is not None, config.seqlen)
 
         def note(phase, grads):
             if phase != "reduce":  # which belongs to backward
@@ -236,7 +238,7 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
 
         with step.watched(note), meter.metering():
             step(tokens, tokens)
-    return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c)), meter
+    return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(config)), meter
 
 
 def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
@@ -255,27 +257,29 @@ def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     return text
 
 
-def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timeline, Meter]:
+def run(
+    arguments: argparse.Namespace, config: flags.Config
+) -> tuple[flags.Config, Timeline, Meter]:
     """What the flags of a command ask for: they, resolved, and what was found. Prints the report. Bad flags, or no
     Triton: SystemExit(2)."""
-    arch = None if c.device == "cpu" else own.arch
+    arch = None if config.device == "cpu" else arguments.arch
     if arch and (reason := gpu_code.no_triton()):
         fail(reason, 0)
     if arch:
         gpu_code.pretend(arch)
-    dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=arguments.world, store=FakeStore())
     try:
-        c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
-        timeline, meter = simulate(c, own.world, arch)
+        config = flags.resolve(config, "cuda" if arch else "cpu", arguments.world)
+        timeline, meter = simulate(config, arguments.world, arch)
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
-    put(*report(timeline, meter, own.kernels), sep="\n")
+    put(*report(timeline, meter, arguments.kernels), sep="\n")
     top = timeline.peaks(1)[0].nbytes
     more = CUBLAS_MIB.get(arch, 0)
     allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
     put(f"simulated, not measured: {mib(top)} MiB{allowed}")
-    return c, timeline, meter
+    return config, timeline, meter
 
 
 if __name__ == "__main__":

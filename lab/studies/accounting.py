@@ -66,30 +66,30 @@ def flags(parser) -> None:
 
 
 def settings(args) -> list[dict]:
-    given = {name: getattr(args, name) for name in XXL if getattr(args, name) is not None}
+    sizes_given = {name: getattr(args, name) for name in XXL if getattr(args, name) is not None}
     return (
-        [dict(model="given") | XXL | given]
-        if given
-        else [dict(model=name) | own for name, own in SIZES.items()]
+        [dict(model="given") | XXL | sizes_given]
+        if sizes_given
+        else [dict(model=name) | size for name, size in SIZES.items()]
     )
 
 
-def block(c, batch: float) -> dict[str, float]:
+def block(model, batch: float) -> dict[str, float]:
     """Seconds of a block's forward over `batch` tokens, by what they are for."""
-    w = weights(c)
-    peak = 1e12 * c.tflops
-    link = GB * c.gb_per_s
-    moved = 4 * (1 + c.attention) * batch * c.width / (c.fsdp * link * c.tp_axes)
+    w = weights(model)
+    peak = 1e12 * model.tflops
+    link = GB * model.gb_per_s
+    moved = 4 * (1 + model.attention) * batch * model.width / (model.fsdp * link * model.tp_axes)
     return {
-        "compute": 2 * w * batch / (c.fsdp * c.tp * peak),
-        "weights": 2 * w / (c.tp * link * c.fsdp_axes),
-        "activations": moved * (c.tp > 1),
+        "compute": 2 * w * batch / (model.fsdp * model.tp * peak),
+        "weights": 2 * w / (model.tp * link * model.fsdp_axes),
+        "activations": moved * (model.tp > 1),
     }
 
 
-def weights(c) -> float:
+def weights(model) -> float:
     """Parameters of a block."""
-    return c.matrices * c.width * c.mlp_width + c.attention * 4 * c.width**2
+    return model.matrices * model.width * model.mlp_width + model.attention * 4 * model.width**2
 
 
 def threshold(compute: float, gather: float, activations: float) -> float:
@@ -99,36 +99,42 @@ def threshold(compute: float, gather: float, activations: float) -> float:
 
 def measure(setting: dict, args=None) -> dict:
     """The figures by their names in the table. Nothing is timed."""
-    c = SimpleNamespace(**setting)
-    parameters = c.blocks * weights(c) + 2 * c.vocab * c.width
+    model = SimpleNamespace(**setting)
+    parameters = model.blocks * weights(model) + 2 * model.vocab * model.width
     states = 16 * parameters
-    values = c.width + c.mlp_width * (1 + 2 * (c.matrices == 3)) + c.attention * 5 * c.width
-    kept = 2 * c.blocks * values  # bytes a token
-    devices = next(
-        n for n in range(1, 10**7) if states / n + kept / 2 * (1 + 1 / n) <= GB * c.device_gb
+    values = (
+        model.width
+        + model.mlp_width * (1 + 2 * (model.matrices == 3))
+        + model.attention * 5 * model.width
     )
-    once = block(c, 1.0)
+    kv_cache = 2 * model.blocks * values  # bytes a token
+    devices = next(
+        n
+        for n in range(1, 10**7)
+        if states / n + kv_cache / 2 * (1 + 1 / n) <= GB * model.device_gb
+    )
+    once = block(model, 1.0)
     sums = threshold(once["compute"], once["weights"], once["activations"])
     overlapping = (
         threshold(once["compute"], once["weights"], 0)
         if once["compute"] > once["activations"]
         else math.inf
     )
-    n = c.fsdp * c.tp
-    found = {
+    n = model.fsdp * model.tp
+    row = {
         "parameters": parameters,
         "states GiB": states / GIB,
-        "kept GiB per token": kept / GIB,
+        "kept GiB per token": kv_cache / GIB,
         "devices of 80": math.ceil(states / (80 * GB)),
         "devices of 80 GiB": math.ceil(states / (80 * GIB)),
-        "kept GiB per token sharded by half": kept / 2 * (1 + 1 / n) / GIB,
-        f"devices of {c.device_gb:g}": devices,
+        "kept GiB per token sharded by half": kv_cache / 2 * (1 + 1 / n) / GIB,
+        f"devices of {model.device_gb:g}": devices,
         "batch tokens": sums,
         "batch tokens a device": sums / n,
         "batch tokens, both links at once": overlapping,
         "the same a device": overlapping / n,
     }
-    return dict(figures=found, steps=steps(once, n))
+    return dict(figures=row, steps=steps(once, n))
 
 
 def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
@@ -191,8 +197,8 @@ def number(value: float | str) -> str:
 def figure(rows: list[dict], folder) -> list:
     """Compute and links of a block of the first model by the tokens of the batch; where they cross."""
     row = rows[0]
-    c = SimpleNamespace(**row["setting"])
-    found = row["figures"]
+    model = SimpleNamespace(**row["setting"])
+    figures = row["figures"]
     lines = {
         "compute": ["compute"],
         "gathering the weights alone": ["weights"],
@@ -200,19 +206,19 @@ def figure(rows: list[dict], folder) -> list:
     }
     made = {
         words: [
-            (b, sum(1e3 * block(c, b)[part] for part in parts))
+            (b, sum(1e3 * block(model, b)[part] for part in parts))
             for b in (2**i for i in range(8, 18))
         ]
         for words, parts in lines.items()
     }
-    marks = {"hidden from here on": float(found["batch tokens"])}
+    marks = {"hidden from here on": float(figures["batch tokens"])}
     marks = {words: place for words, place in marks.items() if place < math.inf}
     return curves(
         folder,
         "accounting",
         made,
         "tokens of the batch",
-        f"ms of a block's forward, {c.model}",
+        f"ms of a block's forward, {model.model}",
         marks,
     )
 

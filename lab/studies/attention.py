@@ -205,9 +205,11 @@ def flags(parser) -> None:
 def check(args) -> None:
     """Heads that do not share keys and values, a length that does not divide, lengths of a GPU on a CPU unless they are
     asked for."""
-    for c in settings(args):
-        if c["heads"] % c["kv_heads"]:
-            raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")
+    for setting in settings(args):
+        if setting["heads"] % setting["kv_heads"]:
+            raise ValueError(
+                f"--kv-heads {setting['kv_heads']}: must divide the {setting['heads']} heads"
+            )
     if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
         raise ValueError(
             "--device cpu: the default lengths are for a GPU; give --small, or --seqlen"
@@ -217,22 +219,22 @@ def check(args) -> None:
 def settings(args) -> list[dict]:
     """A row per backend, shape and dtype of the sweeps, with the values of flags that are given."""
     usual = ["small"] if args.small else ["published", "long"]
-    found = []
+    chosen = []
     for name in args.sweep or usual:
         values = dict(SWEEPS[name]) | {
             key: getattr(args, key) for key in GIVEN if getattr(args, key)
         }
         tokens = values.pop("tokens", 0)
-        for each in product(*values.values()):
-            c = dict(zip(values, each, strict=True))
-            if "batch" not in c:
-                if tokens % c["seqlen"]:
+        for combination in product(*values.values()):
+            setting = dict(zip(values, combination, strict=True))
+            if "batch" not in setting:
+                if tokens % setting["seqlen"]:
                     raise ValueError(
-                        f"--seqlen {c['seqlen']}: must divide the {tokens} tokens; or give --batch"
+                        f"--seqlen {setting['seqlen']}: must divide the {tokens} tokens; or give --batch"
                     )
-                c["batch"] = tokens // c["seqlen"]
-            found += [c] if c not in found else []
-    return found
+                setting["batch"] = tokens // setting["seqlen"]
+            chosen += [setting] if setting not in chosen else []
+    return chosen
 
 
 COLUMNS = {
@@ -262,8 +264,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
     same = dict(backend="plain", dtype="fp32", batch=8, causal=False)
 
     def key(row: dict) -> tuple[int, int] | None:
-        c = row["setting"]
-        return (c["head_dim"], c["seqlen"]) if c | same == c else None
+        setting = row["setting"]
+        return (setting["head_dim"], setting["seqlen"]) if setting | same == setting else None
 
     batches = ", ".join(sorted({str(row["setting"]["batch"]) for row in rows}))
     text = f"Batch {batches} (published: 8, one head, H100). Medians. Held: between forward and backward."

@@ -63,9 +63,9 @@ def check(args) -> None:
     args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
     known = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     if args.backend not in known or (args.backend == "nccl") > (args.device == "cuda"):
-        there = [name for name in known if name != "nccl" or args.device == "cuda"]
+        available = [name for name in known if name != "nccl" or args.device == "cuda"]
         raise ValueError(
-            f"--backend {args.backend}: not there for {args.device}; use {' or '.join(there)}"
+            f"--backend {args.backend}: not there for {args.device}; use {' or '.join(available)}"
         )
 
 
@@ -106,13 +106,13 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
         works = {}
         for s in range(n - 1):
             for j in range(pieces):
-                own = chunks[(first - s) % n][j]
+                own_chunk = chunks[(first - s) % n][j]
                 other = chunks[(first - s - 1) % n][j]
                 for work in works.get(j, ()):
                     work.wait()
                 if s and add:
-                    own += space[j][: own.numel()]
-                works[j] = start(own, space[j][: other.numel()] if add else other, j)
+                    own_chunk += space[j][: own_chunk.numel()]
+                works[j] = start(own_chunk, space[j][: other.numel()] if add else other, j)
         for j, piece in enumerate(chunks[(first - n + 1) % n] if n > 1 else ()):
             for work in works[j]:
                 work.wait()
@@ -154,25 +154,27 @@ def operation(
 
 
 def times(
-    rank: int, device: torch.device, c: dict, repeat: int, ops=OPS, group=None
+    rank: int, device: torch.device, setting: dict, repeat: int, ops=OPS, group=None
 ) -> dict[str, list[list[float]]]:
     """{op: [ms, ..] per size}, on each rank. All begin together, also those of several groups."""
     # Torch 2.13 has other names for two of them.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    found = {}
+    measured = {}
     for op in ops:
-        for numel in numels(c):
-            work = operation(op, numel, KINDS[c["dtype"]], device, c["pieces"], group)
-            found.setdefault(op, []).append(
+        for numel in numels(setting):
+            work = operation(op, numel, KINDS[setting["dtype"]], device, setting["pieces"], group)
+            measured.setdefault(op, []).append(
                 milliseconds({"begin": dist.barrier, op: work}, device, repeat)[op]
             )
-    return found
+    return measured
 
 
-def numels(c: dict) -> list[int]:
+def numels(setting: dict) -> list[int]:
     """Elements of each size, a multiple of the ranks: what is gathered must divide."""
-    size = KINDS[c["dtype"]].itemsize
-    return [max(1, round(1e6 * mb / size / c["ranks"])) * c["ranks"] for mb in c["mb"]]
+    size = KINDS[setting["dtype"]].itemsize
+    return [
+        max(1, round(1e6 * mb / size / setting["ranks"])) * setting["ranks"] for mb in setting["mb"]
+    ]
 
 
 def measure(setting: dict, args) -> dict:
@@ -188,18 +190,20 @@ def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
     the `times` of ranks."""
     n = setting["ranks"]
     nbytes = [numel * KINDS[setting["dtype"]].itemsize for numel in numels(setting)]
-    found = {}
+    fits = {}
     points = []
     for op in ranks[0]:
         slowest = [
-            [max(each) for each in zip(*of_ranks, strict=True)]
+            [max(of_one) for of_one in zip(*of_ranks, strict=True)]
             for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)
         ]
-        ms = [statistics.median(each) for each in slowest]
-        own = [(sent(op, size, n), 1e-3 * t) for size, t in zip(nbytes, ms, strict=True)]
-        points += own * (op in LIBRARY)
-        found[op] = dict(ms=ms, ms_min=[min(each) for each in slowest]) | fit(own)
-    return dict(nbytes=nbytes, ops=found, link=fit(points), n=repeat, world=n)
+        ms = [statistics.median(of_one) for of_one in slowest]
+        sent_and_seconds = [
+            (sent(op, size, n), 1e-3 * t) for size, t in zip(nbytes, ms, strict=True)
+        ]
+        points += sent_and_seconds * (op in LIBRARY)
+        fits[op] = dict(ms=ms, ms_min=[min(of_one) for of_one in slowest]) | fit(sent_and_seconds)
+    return dict(nbytes=nbytes, ops=fits, link=fit(points), n=repeat, world=n)
 
 
 def sent(op: str, nbytes: float, ranks: int) -> float:
@@ -239,11 +243,9 @@ def fit(points: list[tuple[float, float]]) -> dict[str, float]:
     return dict(alpha_us=round(1e6 * alpha, 3), gb_per_s=speed, residual=round(rms, 4))
 
 
-def by_fit(found: dict, nbytes: float) -> float:
+def by_fit(fit: dict, nbytes: float) -> float:
     """Milliseconds of `nbytes` sent."""
-    return 1e-3 * found["alpha_us"] + (
-        1e-6 * nbytes / found["gb_per_s"] if found["gb_per_s"] else 0
-    )
+    return 1e-3 * fit["alpha_us"] + (1e-6 * nbytes / fit["gb_per_s"] if fit["gb_per_s"] else 0)
 
 
 def ring_ms(row: dict, nbytes: float) -> float:
@@ -283,24 +285,24 @@ def entries(rows: list[dict]) -> Iterator[dict]:
         for line in published("allreduce")
     }
     for row in rows:
-        c = row["setting"]
-        n = c["ranks"]
+        setting = row["setting"]
+        n = setting["ranks"]
         if row["outcome"] != "ok":
             yield row
-        for op, found in row.get("ops", {}).items():
-            speed = f"{found['gb_per_s']:.3g}" if found["gb_per_s"] else "no"
-            fitted = f"{found['alpha_us']:.0f} us, {speed} GB/s, {100 * found['residual']:.0f} %"
-            for mb, nbytes, ms in zip(c["mb"], row["nbytes"], found["ms"], strict=True):
+        for op, fit in row.get("ops", {}).items():
+            speed = f"{fit['gb_per_s']:.3g}" if fit["gb_per_s"] else "no"
+            fitted = f"{fit['alpha_us']:.0f} us, {speed} GB/s, {100 * fit['residual']:.0f} %"
+            for mb, nbytes, ms in zip(setting["mb"], row["nbytes"], fit["ms"], strict=True):
                 moved = sent(op, nbytes, n)
                 yield row | dict(
                     op=op.replace("_", "-"),
-                    size=f"{mb:g} {c['dtype']}",
+                    size=f"{mb:g} {setting['dtype']}",
                     ms=ms,
                     algorithm=nbytes / 1e6 / ms,
                     bus=moved / 1e6 / ms,
-                    formula=ring_ms(row, nbytes) if op == "ring" else by_fit(found, moved),
+                    formula=ring_ms(row, nbytes) if op == "ring" else by_fit(fit, moved),
                     fitted=fitted,
-                    mean_s=theirs.get((mb, n, c["backend"])) if op == "all_reduce" else None,
+                    mean_s=theirs.get((mb, n, setting["backend"])) if op == "all_reduce" else None,
                 )
     for (mb, n, backend), seconds in theirs.items():
         line = dict(op=f"published {backend}", ranks=n, size=f"{mb:g}", mean_s=seconds)
@@ -316,8 +318,8 @@ def figure(rows: list[dict], folder) -> list:
     """Milliseconds over the size at the most ranks; the ring also by formula."""
     row = max(rows, key=lambda row: row["setting"]["ranks"])
     made = {
-        op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
-        for op, found in row["ops"].items()
+        op.replace("_", "-"): list(zip(row["setting"]["mb"], fit["ms"], strict=True))
+        for op, fit in row["ops"].items()
     }
     sizes = zip(row["setting"]["mb"], row["nbytes"], strict=True)
     made["ring by formula"] = [(mb, ring_ms(row, nbytes)) for mb, nbytes in sizes]

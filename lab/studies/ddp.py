@@ -90,17 +90,17 @@ def settings(args) -> list[dict]:
     """Simulated ranks with every bucket; real ranks, which a CPU is slow to start, with two. Where GPUs are fewer than
     ranks there are only simulated ones."""
     shape = SMALL if args.small else FULL
-    found = []
+    chosen = []
     real = args.device == "cpu" or torch.cuda.device_count() >= args.ranks
     for kind, n in [("simulated", args.world)] + [("real", args.ranks)] * real:
         buckets = args.buckets if kind == "simulated" or not args.small else args.buckets[1:2]
         for way in WAYS:
             for mb in buckets if way == "bucketed" else [None]:
-                own = dict(
+                base = dict(
                     kind=kind, ranks=n, link=args.link if kind == "simulated" else None, way=way
                 )
-                found.append(own | ({"mb": mb} if mb else {}) | shape)
-    return found
+                chosen.append(base | ({"mb": mb} if mb else {}) | shape)
+    return chosen
 
 
 class Reducer:
@@ -125,7 +125,7 @@ class Reducer:
         if overlap:
             ready = weakref.WeakMethod(self.ready)
             for p in params:
-                p.register_post_accumulate_grad_hook(lambda p: (own := ready()) and own(p))
+                p.register_post_accumulate_grad_hook(lambda p: (hook := ready()) and hook(p))
         self.overlap = overlap
 
     def ready(self, p: nn.Parameter) -> None:
@@ -168,48 +168,60 @@ class Reducer:
         return [(flat.nbytes, lambda flat=flat: dist.all_reduce(flat)) for flat in flats]
 
 
-def words(c: dict, device: str, compiled: bool, mode: str = "replicate") -> config_flags.Config:
+def words(
+    setting: dict, device: str, compiled: bool, mode: str = "replicate"
+) -> config_flags.Config:
     """The flags of main.py for the model of a setting."""
-    shape = [word for name in SMALL for word in (f"--{name.replace('_', '-')}", str(c[name]))]
-    sim = ["--world", str(c["ranks"]), "--link", c["link"]] if c["kind"] == "simulated" else []
+    shape = [word for name in SMALL for word in (f"--{name.replace('_', '-')}", str(setting[name]))]
+    sim = (
+        ["--world", str(setting["ranks"]), "--link", setting["link"]]
+        if setting["kind"] == "simulated"
+        else []
+    )
     how = f"--mode {mode} --grouping 1 --param-dtype fp32 --reduce-dtype fp32 --remat none".split()
     how += ["--compile", "fwdbwd" if compiled else "none", "--device", device]
-    return config_flags.resolve(config_flags.parse([*shape, *sim, *how]), device, c["ranks"])
+    return config_flags.resolve(config_flags.parse([*shape, *sim, *how]), device, setting["ranks"])
 
 
-def batch(c: dict, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(setting: dict, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens and targets [B, T] of this rank."""
     torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
+    tokens = torch.randint(
+        0, setting["vocab"], (setting["batch"], setting["seqlen"] + 1), device=device
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def whole_model(own: config_flags.Config, device: torch.device) -> Transformer:
+def whole_model(config: config_flags.Config, device: torch.device) -> Transformer:
     """The model of resolved flags, the same on all ranks."""
     torch.manual_seed(0)
-    model = Transformer(model_config(own, device)).to(device)
+    model = Transformer(model_config(config, device)).to(device)
     model.init_weights()
     return model
 
 
-def trainer(c: dict, device: torch.device) -> tuple[Callable, Callable | None, Reducer | None]:
+def trainer(
+    setting: dict, device: torch.device
+) -> tuple[Callable, Callable | None, Reducer | None]:
     """(a step, the same without communication, the reducer), None where the way has none."""
-    cap = {"naive": 0, "overlap": 0, "flat": None, "bucketed": 1e6 * c.get("mb", 0)}
-    x, y = batch(c, device)
-    own = words(c, device.type, c["kind"] == "simulated")
-    if c["way"] == "ours":
-        step = build(own, device, c["ranks"])
+    cap = {"naive": 0, "overlap": 0, "flat": None, "bucketed": 1e6 * setting.get("mb", 0)}
+    x, y = batch(setting, device)
+    config = words(setting, device.type, setting["kind"] == "simulated")
+    if setting["way"] == "ours":
+        step = build(config, device, setting["ranks"])
         return lambda: step(x, y), None, None
-    model = whole_model(own, device)
+    model = whole_model(config, device)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
     call = (
-        DistributedDataParallel(model, gradient_as_bucket_view=True) if c["way"] == "ddp" else model
+        DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if setting["way"] == "ddp"
+        else model
     )
     reducer = (
         None
-        if c["way"] == "ddp"
-        else Reducer(params, cap[c["way"]], c["way"] in ("overlap", "bucketed"))
+        if setting["way"] == "ddp"
+        else Reducer(params, cap[setting["way"]], setting["way"] in ("overlap", "bucketed"))
     )
 
     def step(on: bool = True) -> None:
@@ -233,21 +245,21 @@ def measure(setting: dict, args: argparse.Namespace) -> dict:
     return simulated(setting, args.repeat, torch.device(args.device))
 
 
-def simulated(c: dict, repeat: int, device: torch.device) -> dict:
+def simulated(setting: dict, repeat: int, device: torch.device) -> dict:
     """On rank 0 of ranks that are not there: a step with the link and one with a link that takes no time, in turn."""
-    simulated_world.start(c["ranks"], link(c["link"]), device)
+    simulated_world.start(setting["ranks"], link(setting["link"]), device)
     try:
-        step, *_ = trainer(c, device)
+        step, *_ = trainer(setting, device)
 
         def on(which: str) -> None:
             simulated_world.use(link(which))
             step()
 
         times = milliseconds(
-            {"step": lambda: on(c["link"]), "none": lambda: on("none")}, device, repeat
+            {"step": lambda: on(setting["link"]), "none": lambda: on("none")}, device, repeat
         )
         simulated_world.log().clear()
-        on(c["link"])
+        on(setting["link"])
         calls = [call for call in simulated_world.log() if call.op == "all_reduce"]
     finally:
         torch._dynamo.reset()  # compiled code holds the group
@@ -259,28 +271,28 @@ def simulated(c: dict, repeat: int, device: torch.device) -> dict:
     )
 
 
-def real(rank: int, device: torch.device, c: dict, repeat: int) -> dict:
+def real(rank: int, device: torch.device, setting: dict, repeat: int) -> dict:
     """The same on ranks; communication is that of the buckets by themselves, one after the other."""
-    step, without, reducer = trainer(c, device)
+    step, without, reducer = trainer(setting, device)
     parts = {"begin": dist.barrier, "step": step} | (
         {"again": dist.barrier, "none": without} if without else {}
     )
     times = milliseconds(parts, device, repeat)
-    found = figures(times["step"], times.get("none"))
+    row = figures(times["step"], times.get("none"))
     if reducer:
         points = [
             (size, milliseconds({"all": work}, device, 3, 1)["all"])
             for size, work in reducer.alone()
         ]
         points = [(size, statistics.median(ms)) for size, ms in points]
-        found |= dict(
+        row |= dict(
             points=points,
             calls=len(points),
             nbytes=sum(size for size, _ in points),
             communication_ms=round(sum(ms for _, ms in points), 3),
         )
     torch._dynamo.reset()
-    return found
+    return row
 
 
 def figures(step: list[float], none: list[float] | None) -> dict:
@@ -304,16 +316,18 @@ def best(nbytes: float, o: float, w: float) -> tuple[float, float]:
 def constants(rows: list[dict]) -> tuple[float, float] | None:
     """(o, w) of rows of one kind: of simulated ranks those of their link, of real ones fitted to their buckets. None
     where a fit sees no bandwidth."""
-    c = rows[0]["setting"]
-    if c["kind"] == "simulated":
-        own = link(c["link"])
-        return own.latency_s, own.bytes_per_s / sent_bytes("all_reduce", 1.0, c["ranks"])
-    found = fit(
+    setting = rows[0]["setting"]
+    if setting["kind"] == "simulated":
+        fast_link = link(setting["link"])
+        return fast_link.latency_s, fast_link.bytes_per_s / sent_bytes(
+            "all_reduce", 1.0, setting["ranks"]
+        )
+    fitted = fit(
         [(size, 1e-3 * ms) for row in rows for size, ms in row.get("points", [])] or [(1.0, 1.0)]
     )
     return (
-        (1e-6 * found["alpha_us"], 1e9 * found["gb_per_s"])
-        if found["alpha_us"] and found["gb_per_s"]
+        (1e-6 * fitted["alpha_us"], 1e9 * fitted["gb_per_s"])
+        if fitted["alpha_us"] and fitted["gb_per_s"]
         else None
     )
 
@@ -338,10 +352,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
         step = f"{float(line['step_s']):.3f}" if line["step_s"] else line["notes"]
         name = line["variant"]
         theirs[name] = dict(kind="published", ranks=2, name=name, published=step)
-    c = rows[0]["setting"]
+    setting = rows[0]["setting"]
     text = (
-        f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
-        f"{c['link']}. Published: the xl model on 2 GPUs."
+        f"Depth {setting['depth']}, width {setting['width']}, {setting['batch']} x {setting['seqlen']} "
+        f"tokens a rank, fp32; simulated link {setting['link']}. Published: the xl model on 2 GPUs."
     )
     entries = beside(measured_ways(rows), theirs, lambda line: line["variant"])
     return section(rows, text, COLUMNS, entries)
@@ -354,43 +368,45 @@ def measured_ways(rows: list[dict]) -> Iterator[dict]:
         return row["setting"]["kind"], row["setting"]["ranks"]
 
     for kind, ranks in dict.fromkeys(map(place, rows)):
-        own = [row for row in rows if place(row) == (kind, ranks)]
-        found = constants(own)
-        nbytes = max(row.get("nbytes", 0) for row in own)
-        for row in own:
-            c = row["setting"]
-            name = f"{c['way']} {c['mb']:g} MB" if "mb" in c else c["way"]
-            line = row | dict(name=name, variant=THEIRS.get(c["way"], name))
+        of_place = [row for row in rows if place(row) == (kind, ranks)]
+        fitted = constants(of_place)
+        nbytes = max(row.get("nbytes", 0) for row in of_place)
+        for row in of_place:
+            setting = row["setting"]
+            name = f"{setting['way']} {setting['mb']:g} MB" if "mb" in setting else setting["way"]
+            line = row | dict(name=name, variant=THEIRS.get(setting["way"], name))
             step = row.get("step_ms")
             for part in ("communication", "exposed"):
                 if step and row.get(f"{part}_ms") is not None:
                     line[f"{part}_share"] = 100 * row[f"{part}_ms"] / step
-            if c["way"] == "bucketed" and found and step:
-                line["formula_ms"] = 1e3 * overhead(row["calls"], nbytes, *found)
+            if setting["way"] == "bucketed" and fitted and step:
+                line["formula_ms"] = 1e3 * overhead(row["calls"], nbytes, *fitted)
             yield line
-        if found and nbytes:
-            n, size = best(nbytes, *found)
+        if fitted and nbytes:
+            n, size = best(nbytes, *fitted)
             line = dict(kind=kind, ranks=ranks, variant=None, calls=f"{n:.1f}")
             line |= dict(name=f"best by formula: {size / 1e6:.2g} MB")
-            yield line | dict(formula_ms=1e3 * overhead(n, nbytes, *found))
+            yield line | dict(formula_ms=1e3 * overhead(n, nbytes, *fitted))
 
 
 def figure(rows: list[dict], folder) -> list:
     """Exposed time of simulated ranks over the size of a bucket, the formula, and its best bucket."""
-    own = [row for row in rows if row["setting"]["kind"] == "simulated"]
-    found = constants(own) if own else None
-    nbytes = max((row["nbytes"] for row in own), default=0)
+    simulated_rows = [row for row in rows if row["setting"]["kind"] == "simulated"]
+    fitted = constants(simulated_rows) if simulated_rows else None
+    nbytes = max((row["nbytes"] for row in simulated_rows), default=0)
     made = {
         "measured": [
-            (row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]
+            (row["setting"]["mb"], row["exposed_ms"])
+            for row in simulated_rows
+            if "mb" in row["setting"]
         ]
     }
     made["n o + s / (n w)"] = [
-        (row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
-        for row in own
-        if found and "mb" in row["setting"]
+        (row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *fitted))
+        for row in simulated_rows
+        if fitted and "mb" in row["setting"]
     ]
-    marks = {"best by formula": best(nbytes, *found)[1] / 1e6} if found else {}
+    marks = {"best by formula": best(nbytes, *fitted)[1] / 1e6} if fitted else {}
     return curves(folder, "ddp", made, "MB of a bucket", "exposed ms of a step", marks)
 
 

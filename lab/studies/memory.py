@@ -104,44 +104,49 @@ class Part:
         return loss.detach()
 
 
-def of_trainer(c: dict, device: torch.device) -> config.Config:
+def of_trainer(setting: dict, device: torch.device) -> config.Config:
     """The flags of main.py that are a setting."""
-    width, depth, heads = SIZES[c["size"]]
+    width, depth, heads = SIZES[setting["size"]]
     words = (
         f"--block llama --width {width} --depth {depth} --head-dim {width // heads} --grouping 1"
     )
-    words += f" --vocab {VOCAB} --seqlen {c['context']} --batch {c['batch']}"
+    words += f" --vocab {VOCAB} --seqlen {setting['context']} --batch {setting['batch']}"
     words += " --compile none --data random --clip 0"
-    mixed = c["precision"] == "mixed"
+    mixed = setting["precision"] == "mixed"
     words += (
         " --wrapper simple --param-dtype bf16" if mixed else " --wrapper none --param-dtype fp32"
     )
     return config.resolve(config.parse(words.split()), device.type, 1)
 
 
-def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
+def work(rank: int, device: torch.device, setting: dict, stem: str) -> dict:
     """In the new process: one run to warm up, one that is watched."""
-    told = of_trainer(c, device)
-    part = Part(build(told, device, 1), c["part"])
-    tokens, targets = torch.randint(VOCAB, (2, c["batch"], c["context"]), device=device)
+    trainer_config = of_trainer(setting, device)
+    part = Part(build(trainer_config, device, 1), setting["part"])
+    tokens, targets = torch.randint(VOCAB, (2, setting["batch"], setting["context"]), device=device)
     part(tokens, targets)
     streams = []
     with part.model.blocks[0].register_forward_hook(
         lambda module, inputs, y: streams.append(y.nbytes)
     ):
-        _, found, _ = timeline.watch(told, part, tokens, targets, f"{stem}.pickle")
-    top = found.peaks(1)[0]
+        _, memory_timeline, _ = timeline.watch(
+            trainer_config, part, tokens, targets, f"{stem}.pickle"
+        )
+    top = memory_timeline.peaks(1)[0]
     mib = 2**20
     row = dict(
         peak_mib=round(top.nbytes / mib, 3),
         moment=top.moment,
         residual_bytes=streams[-1],
-        parameters=reference(Namespace(**told.flat())).parameters,
+        parameters=reference(Namespace(**trainer_config.flat())).parameters,
         state_bytes=sum(dict(states(top)).values()),
         pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size},
-        largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)],
+        largest=[
+            [n, round(size / mib, 3), text]
+            for n, size, text in timeline.largest(memory_timeline, 3)
+        ],
     )
-    name, weight = max(part.model.named_parameters(), key=lambda each: each[1].numel())
+    name, weight = max(part.model.named_parameters(), key=lambda item: item[1].numel())
     row |= dict(largest_weight=[name, round(weight.numel() * weight.element_size() / mib, 3)])
     return row
 
@@ -179,8 +184,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
     }
 
     def key(row: dict) -> tuple[str, int] | None:
-        c = row["setting"]
-        return (c["part"], c["context"]) if c | same == c else None
+        setting = row["setting"]
+        return (setting["part"], setting["context"]) if setting | same == setting else None
 
     n, mib = rows[0].get("largest_weight", ["", 0])
     text = (

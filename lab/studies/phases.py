@@ -70,21 +70,21 @@ def settings(args) -> list[dict]:
         ["tiny"] if args.small else [name for name in SIZES if SIZES[name][0] >= 768]
     )
     base = dict(batch=args.batch, context=args.context, repeat=args.repeat)
-    found = [
+    chosen = [
         dict(size=sizes[0], precision="fp32", compiled=compiled, warmup=warmup)
         for compiled in (False, True)
         for warmup in WARMUPS[:-1]
     ]
-    found += [
+    chosen += [
         dict(size=size, precision=precision, compiled=compiled, warmup=WARMUPS[-1])
         for size in sizes
         for precision in ("fp32", "bf16")
         for compiled in (False, True)
     ]
     if args.small:
-        compiled = [each for each in found if each["compiled"]]
-        found = [each for each in found if each not in compiled[1:]]
-    return [base | each for each in found]
+        compiled = [setting for setting in chosen if setting["compiled"]]
+        chosen = [setting for setting in chosen if setting not in compiled[1:]]
+    return [base | setting for setting in chosen]
 
 
 def measure(setting: dict, args) -> dict:
@@ -92,10 +92,10 @@ def measure(setting: dict, args) -> dict:
     return on_ranks(1, work, setting, device=args.device)[0]
 
 
-def work(rank: int, device: torch.device, c: dict) -> dict:
+def work(rank: int, device: torch.device, setting: dict) -> dict:
     """In the new process: what starts first, then the phases. What was compiled before must not be found."""
-    with fresh_cache() if c["compiled"] else nullcontext():
-        return starts(device) | phases(device, c)
+    with fresh_cache() if setting["compiled"] else nullcontext():
+        return starts(device) | phases(device, setting)
 
 
 def starts(device: torch.device) -> dict:
@@ -111,19 +111,19 @@ def starts(device: torch.device) -> dict:
     return {f"first_{name}_excess_ms": round(a - b, 3) for name, (a, b) in first.items()}
 
 
-def phases(device: torch.device, c: dict) -> dict:
+def phases(device: torch.device, setting: dict) -> dict:
     """Times of the parts, and by what they are checked: parameters are read, gradients and states written."""
-    model = transformer(c["size"], device)
+    model = transformer(setting["size"], device)
     optimizer = AdamW(model.parameters(), lr=1e-4)
-    call = torch.compile(model) if c["compiled"] else model
+    call = torch.compile(model) if setting["compiled"] else model
     tokens, targets = torch.randint(
-        model.config.vocab, (2, c["batch"], c["context"]), device=device
+        model.config.vocab, (2, setting["batch"], setting["context"]), device=device
     )
     made = {}
     bad = torch.zeros((), device=device)
 
     def forward():
-        with torch.autocast(device.type, torch.bfloat16, enabled=c["precision"] == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=setting["precision"] == "bf16"):
             made.update(loss=call(tokens, targets))
 
     def backward():
@@ -136,14 +136,14 @@ def phases(device: torch.device, c: dict) -> dict:
             strict=True,
         )
     )
-    times = milliseconds(parts, device, c["repeat"], c["warmup"])
-    forward_flops = flops_per_token(model.config, c["context"]) / 3 * tokens.numel()
+    times = milliseconds(parts, device, setting["repeat"], setting["warmup"])
+    forward_flops = flops_per_token(model.config, setting["context"]) / 3 * tokens.numel()
     row = dict(
         parameters=reference(model.config).parameters,
         flops=dict(forward=forward_flops, backward=2 * forward_flops),
     )
     moved = dict(backward=4 * row["parameters"], optimizer=28 * row["parameters"])
-    row |= dict(moved_bytes=moved, peak_of=c["precision"])
+    row |= dict(moved_bytes=moved, peak_of=setting["precision"])
     for part, ms in times.items():
         row |= summary(part, ms)
     return row
@@ -160,19 +160,19 @@ def summary(part: str, ms: list[float]) -> dict:
 
 def theirs() -> dict[tuple[str, str, bool], dict]:
     """{(size, precision, compiled): a line of published ms of forward + backward, and on what}"""
-    found = {}
+    published_rows = {}
     for size in SIZES:
         for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", True)):
             texts = []
-            for name, device, own, compiles, columns in PUBLISHED:
-                for line in published(name) if (own, compiles) == (precision, compiled) else ():
+            for name, device, machine, compiles, columns in PUBLISHED:
+                for line in published(name) if (machine, compiles) == (precision, compiled) else ():
                     if NAMES.get(line["size"], line["size"]) == size:
                         ms = (grouped(1e3 * float(line[key]), 1) for key in columns.split())
                         texts.append(f"{' + '.join(ms)} ({device})")
             line = dict(size=size, precision=precision, compiled=compiled)
             if texts:
-                found[tuple(line.values())] = line | dict(published="; ".join(texts))
-    return found
+                published_rows[tuple(line.values())] = line | dict(published="; ".join(texts))
+    return published_rows
 
 
 def columns(gpu: bool) -> Columns:
@@ -193,14 +193,15 @@ def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row, mean, deviation and median; published means beside what was warmed up."""
 
     def key(row: dict) -> tuple[str, str, bool] | None:
-        c = row["setting"]
-        warm = c["warmup"] == WARMUPS[-1]
-        return (c["size"], c["precision"], c["compiled"]) if warm else None
+        setting = row["setting"]
+        warm = setting["warmup"] == WARMUPS[-1]
+        return (setting["size"], setting["precision"], setting["compiled"]) if warm else None
 
     gpu = any(not row["device"].startswith("CPU") for row in rows)
-    c = rows[0]["setting"]
+    setting = rows[0]["setting"]
     text = (
-        f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
+        f"{setting['batch']} x {setting['context']} tokens, {setting['repeat']} steps; mean ± standard deviation, "
+        "median. Excess: "
         f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
         "than the median of the others."
     )

@@ -46,27 +46,29 @@ def setting(args) -> dict:
 
 def check(args) -> None:
     """What does not divide."""
-    c = setting(args)
+    chosen = setting(args)
     for name, part in (("batch", "replicas"), ("width", "head_dim")):
-        if c[name] % c[part]:
+        if chosen[name] % chosen[part]:
             raise ValueError(
-                f"--{name} {c[name]}: must be a multiple of --{part.replace('_', '-')} {c[part]}"
+                f"--{name} {chosen[name]}: must be a multiple of --{part.replace('_', '-')} {chosen[part]}"
             )
 
 
 def settings(args) -> list[dict]:
     """A row for each micro-batch, and one for the checkpoints."""
-    c = setting(args)
-    own = c["batch"] // c["replicas"]
-    return [c | dict(micro_batch=b) for b in range(1, own + 1) if own % b == 0] + [
-        c | dict(checkpoints=True)
-    ]
+    chosen = setting(args)
+    per_replica = chosen["batch"] // chosen["replicas"]
+    return [
+        chosen | dict(micro_batch=b) for b in range(1, per_replica + 1) if per_replica % b == 0
+    ] + [chosen | dict(checkpoints=True)]
 
 
-def stage(c: dict, device) -> tuple[torch.nn.Sequential, ModelConfig]:
+def stage(setting: dict, device) -> tuple[torch.nn.Sequential, ModelConfig]:
     torch.manual_seed(0)
-    config = ModelConfig(depth=c["layers"], width=c["width"], head_dim=c["head_dim"], grouping=1)
-    return torch.nn.Sequential(*(Block(config, "none") for _ in range(c["layers"]))).to(
+    config = ModelConfig(
+        depth=setting["layers"], width=setting["width"], head_dim=setting["head_dim"], grouping=1
+    )
+    return torch.nn.Sequential(*(Block(config, "none") for _ in range(setting["layers"]))).to(
         device
     ), config
 
@@ -90,8 +92,8 @@ def measure(setting: dict, args) -> dict:
     slot = row["forward_ms"] + row["backward_ms"]
     row |= dict(micro_batches=m, batch_ms=(m + p - 1) * slot, bubble=(p - 1) / (m + p - 1))
     for name in SCHEDULES:
-        took, kept = simulate(name, p, m, row["forward_ms"], row["backward_ms"])
-        row |= {f"{name}_ms": took, f"{name}_kept": kept}
+        took, held_activations = simulate(name, p, m, row["forward_ms"], row["backward_ms"])
+        row |= {f"{name}_ms": took, f"{name}_kept": held_activations}
     return row
 
 
@@ -137,14 +139,14 @@ def simulate(
                 at[s] += 1
         if at == before:
             raise RuntimeError(f"{schedule}: the stages wait for each other")
-    kept = []
+    held_activations = []
     for order in orders:
         held = most = 0
         for phase, _ in order:
             held += 1 if phase == "F" else -1
             most = max(most, held)
-        kept.append(most)
-    return max(free), kept
+        held_activations.append(most)
+    return max(free), held_activations
 
 
 def held(blocks: torch.nn.Sequential, x: torch.Tensor, c: int) -> int:
@@ -213,10 +215,10 @@ COLUMNS = {
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
-    c = rows[0]["setting"]
+    first = rows[0]["setting"]
     text = (
-        f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
-        f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage."
+        f"{first['stages']} stages of {first['layers']} layers, width {first['width']}, {first['seqlen']} tokens, "
+        f"a batch of {first['batch']} over {first['replicas']} replicas. t_f and t_b are medians of one stage."
     )
     return section(rows, text, COLUMNS, entries(rows))
 
@@ -224,17 +226,17 @@ def table(rows: list[dict]) -> tuple[str, str]:
 def entries(rows: list[dict]) -> Iterator[dict]:
     """A line per micro-batch and per number of checkpoints: what the formula says beside what was found."""
     for row in rows:
-        c = row["setting"]
+        shape = row["setting"]
         if row["outcome"] != "ok":
-            yield row | dict(name=f"b = {c.get('micro_batch', '')}")
-        elif "micro_batch" in c:
-            kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
+            yield row | dict(name=f"b = {shape.get('micro_batch', '')}")
+        elif "micro_batch" in shape:
+            activations = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
             simulated = (grouped(row[f"{name}_ms"], 1) for name in SCHEDULES)
             yield row | dict(
-                name=f"b = {c['micro_batch']}, m = {row['micro_batches']}",
+                name=f"b = {shape['micro_batch']}, m = {row['micro_batches']}",
                 formula=f"{grouped(row['batch_ms'], 1)} ms, bubble {100 * row['bubble']:.0f} %",
                 found="{} GPipe, {} 1F1B, simulated".format(*simulated),
-                note=kept + "; least time" * (row is fastest(rows)),
+                note=activations + "; least time" * (row is fastest(rows)),
             )
         else:
             yield from checkpoint_entries(row)
@@ -266,10 +268,10 @@ def checkpoint_entries(row: dict) -> Iterator[dict]:
 
 def figure(rows: list[dict], folder) -> list:
     """Time of the batch over the micro-batch, the bubble in it, and its best."""
-    found = [row for row in rows if "micro_batch" in row["setting"]]
-    made = {"batch": [(row["setting"]["micro_batch"], row["batch_ms"]) for row in found]}
+    timed = [row for row in rows if "micro_batch" in row["setting"]]
+    made = {"batch": [(row["setting"]["micro_batch"], row["batch_ms"]) for row in timed]}
     made["of it bubble"] = [
-        (row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in found
+        (row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in timed
     ]
     best = fastest(rows)
     marks = {"best": best["setting"]["micro_batch"]} if best else {}

@@ -46,15 +46,15 @@ def settings(args) -> list[dict]:
 def measure(setting: dict, args) -> dict:
     """{"lines": [(what, {"fp32": found, ..})]}"""
     torch.manual_seed(0)
-    part, *own = setting.values()
+    part, *options = setting.values()
     return dict(
         lines=dict(sums=sums, dtypes=dtypes, norm=norm, gradients=gradients)[part](
-            args.device, *own
+            args.device, *options
         )
     )
 
 
-def each(work) -> dict:
+def by_dtype(work) -> dict:
     return {name: work(dtype) for name, dtype in KINDS.items()}
 
 
@@ -62,9 +62,9 @@ def kahan(term: float, terms: int, dtype: torch.dtype) -> float:
     """The sum, every operation rounded to `dtype`, with what each addition lost added to the next (Kahan 1965)."""
     total = lost = torch.zeros((), dtype=dtype)
     for _ in range(terms):
-        own = torch.tensor(term, dtype=dtype) - lost
-        new = total + own
-        lost = (new - total) - own
+        addend = torch.tensor(term, dtype=dtype) - lost
+        new = total + addend
+        lost = (new - total) - addend
         total = new
     return total.item()
 
@@ -80,9 +80,9 @@ def stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
 def plain(term: float, terms: int, dtype: torch.dtype, of: torch.dtype | None = None) -> float:
     """The sum in `dtype` of a term that was rounded to `of` before."""
     total = torch.zeros((), dtype=dtype)
-    own = torch.tensor(term, dtype=of or dtype)
+    addend = torch.tensor(term, dtype=of or dtype)
     for _ in range(terms):
-        total += own
+        total += addend
     return total.item()
 
 
@@ -96,13 +96,13 @@ def sums(device: str, terms: int) -> list:
         return total.mean().item()
 
     return [
-        (f"sum of {terms} x 0.01", each(lambda dtype: plain(TERM, terms, dtype))),
+        (f"sum of {terms} x 0.01", by_dtype(lambda dtype: plain(TERM, terms, dtype))),
         (
             "sum in fp32 of terms in the dtype",
-            each(lambda dtype: plain(TERM, terms, torch.float32, dtype)),
+            by_dtype(lambda dtype: plain(TERM, terms, torch.float32, dtype)),
         ),
-        ("sum with Kahan's compensation", each(lambda dtype: kahan(TERM, terms, dtype))),
-        ("sum with stochastic rounding, mean of 100", each(rounded)),
+        ("sum with Kahan's compensation", by_dtype(lambda dtype: kahan(TERM, terms, dtype))),
+        ("sum with stochastic rounding, mean of 100", by_dtype(rounded)),
     ]
 
 
@@ -115,10 +115,10 @@ class Toy(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """What there is of tensors, by its name in the table."""
-        found = {"parameters": self.first.weight, "first layer": self.first(x)}
-        found["norm"] = self.norm(found["first layer"].relu())
-        found["logits"] = self.head(found["norm"])
-        return found | {"loss": F.cross_entropy(found["logits"], targets)}
+        outputs = {"parameters": self.first.weight, "first layer": self.first(x)}
+        outputs["norm"] = self.norm(outputs["first layer"].relu())
+        outputs["logits"] = self.head(outputs["norm"])
+        return outputs | {"loss": F.cross_entropy(outputs["logits"], targets)}
 
 
 class autocast:
@@ -145,17 +145,17 @@ def under_autocast(device: str, dtype: torch.dtype) -> dict[str, str]:
     model = Toy()
     with nullcontext() if real else FakeTensorMode(), nullcontext() if real else torch.no_grad():
         # Without CUDA its fake tensors can be made and used, but neither copied nor differentiated.
-        own = {
+        weights = {
             name: torch.empty(p.shape, device=device, requires_grad=real)
             for name, p in model.named_parameters()
         }
         x = torch.empty(4, 16, device=device)
         targets = torch.zeros(4, dtype=torch.long, device=device)
         with autocast(device, dtype):
-            found = torch.func.functional_call(model, own, (x, targets))
+            outputs = torch.func.functional_call(model, weights, (x, targets))
         if real:
-            found["gradients"] = torch.autograd.grad(found["loss"], own["first.weight"])[0]
-        return {name: SHORT[t.dtype] for name, t in found.items()}
+            outputs["gradients"] = torch.autograd.grad(outputs["loss"], weights["first.weight"])[0]
+        return {name: SHORT[t.dtype] for name, t in outputs.items()}
 
 
 def under_policy(dtype: torch.dtype, device: str) -> dict[str, str]:
@@ -165,15 +165,15 @@ def under_policy(dtype: torch.dtype, device: str) -> dict[str, str]:
     model = data_parallel(Toy().to(device), mesh, mp_policy=policy)
     x = torch.ones(4, 16, dtype=dtype, device=device)
     targets = torch.zeros(4, dtype=torch.long, device=device)
-    found = model(x, targets)
-    found["loss"].backward()
+    outputs = model(x, targets)
+    outputs["loss"].backward()
     stored = next(model.parameters())
-    found |= {
-        "parameters, gathered": found["parameters"],
+    outputs |= {
+        "parameters, gathered": outputs["parameters"],
         "parameters": stored,
         "gradients": stored.grad,
     }
-    return {name: SHORT[t.dtype] for name, t in found.items()}
+    return {name: SHORT[t.dtype] for name, t in outputs.items()}
 
 
 def dtypes(device: str) -> list:
@@ -189,7 +189,7 @@ def dtypes(device: str) -> list:
             "autocast, CPU": lambda dtype: under_autocast("cpu", dtype),
             "MixedPrecisionPolicy": lambda dtype: under_policy(dtype, device),
         }
-        found = {
+        row = {
             way: {name: run(KINDS[name]) for name in ("fp16", "bf16")} for way, run in ways.items()
         }
     finally:
@@ -197,7 +197,7 @@ def dtypes(device: str) -> list:
             dist.destroy_process_group()
     return [
         (f"{way}: {what}", {name: kinds[what] for name, kinds in both.items()})
-        for way, both in found.items()
+        for way, both in row.items()
         for what in both["fp16"]
     ]
 
@@ -208,15 +208,15 @@ def norm(device: str, mean: float, scale: float) -> list:
     x = mean + scale * torch.randn(4096, device=device)
 
     def inside(dtype: torch.dtype) -> float:
-        own = x.to(dtype)
-        return (own.square().mean() - own.mean().square()).item()
+        cast = x.to(dtype)
+        return (cast.square().mean() - cast.mean().square()).item()
 
     words = f"{'' if scale == 1 else f'{scale} x '}N({mean}, 1)"
     return [
-        (f"variance of {words}, in the dtype", each(inside)),
+        (f"variance of {words}, in the dtype", by_dtype(inside)),
         (
             f"variance of {words}, in fp32",
-            each(lambda dtype: x.to(dtype).float().var(unbiased=False).item()),
+            by_dtype(lambda dtype: x.to(dtype).float().var(unbiased=False).item()),
         ),
     ]
 
@@ -235,10 +235,10 @@ def gradients(device: str, micro_batches: int) -> list:
             total += term.to(dtype)
         return total.double()
 
-    found = each(summed)
+    errors = by_dtype(summed)
     where = f"gradient of {micro_batches} micro-batches"
-    drift = {name: abs(total.norm() / right.norm() - 1).item() for name, total in found.items()}
-    error = {name: ((total - right).norm() / right.norm()).item() for name, total in found.items()}
+    drift = {name: abs(total.norm() / right.norm() - 1).item() for name, total in errors.items()}
+    error = {name: ((total - right).norm() / right.norm()).item() for name, total in errors.items()}
     return [(f"{where}: drift of the norm", drift), (f"{where}: relative error", error)]
 
 
@@ -267,8 +267,8 @@ def entries(rows: list[dict]) -> Iterator[dict]:
     """A line each; the published figures are of fp16, of autocast on a GPU."""
     theirs = {line["what"]: line["fp16"] for line in published("precision")}
     for row in rows:
-        for what, found in row.get("lines", []):
-            line = dict(what=what) | {name: number(found.get(name)) for name in KINDS}
+        for what, value in row.get("lines", []):
+            line = dict(what=what) | {name: number(value.get(name)) for name in KINDS}
             if other := theirs.get(what.removeprefix("autocast, CUDA: ")):
                 line |= dict(published=other, wrong="wrong" * (other != line["fp16"]))
             yield line
@@ -278,10 +278,10 @@ def entries(rows: list[dict]) -> Iterator[dict]:
 
 def figure(rows: list[dict], folder) -> list:
     """Relative error of an accumulated gradient over the micro-batches, by the dtype of the sum."""
-    found = [row for row in rows if row["setting"]["part"] == "gradients"]
+    with_gradients = [row for row in rows if row["setting"]["part"] == "gradients"]
     made = {
         f"summed in {name}": [
-            (row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in found
+            (row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in with_gradients
         ]
         for name in KINDS
     }

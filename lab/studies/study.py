@@ -77,12 +77,12 @@ class Parser(argparse.ArgumentParser):
     """What is wrong, in one line of the form of all other programs here, and exit code 2."""
 
     def error(self, message: str):
-        told = re.sub(r"^argument (\S+): (.*)$", r"\1: \2; --help lists all flags", message)
+        text = re.sub(r"^argument (\S+): (.*)$", r"\1: \2; --help lists all flags", message)
         fail(
             re.sub(
                 r"^unrecognized arguments: (\S+).*$",
                 r"\1: no such flag; --help lists all flags",
-                told,
+                text,
             ),
             0,
         )
@@ -118,15 +118,15 @@ def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     try:
         for flag, value in vars(args).items():
-            for each in value if isinstance(value, list) else [value]:
+            for item in value if isinstance(value, list) else [value]:
                 if (
-                    isinstance(each, int | float)
-                    and not isinstance(each, bool)
-                    and not 0 < each < 2**53
+                    isinstance(item, int | float)
+                    and not isinstance(item, bool)
+                    and not 0 < item < 2**53
                 ):
-                    least = "at least 1" if isinstance(each, int) else "above 0"
+                    least = "at least 1" if isinstance(item, int) else "above 0"
                     raise ValueError(
-                        f"--{flag.replace('_', '-')} {each:g}: must be {least} and below 2**53"
+                        f"--{flag.replace('_', '-')} {item:g}: must be {least} and below 2**53"
                     )
         if args.device == "cuda" and not cuda:
             raise ValueError(
@@ -173,8 +173,8 @@ def name_of(study: ModuleType) -> str:
 
 def names() -> list[str]:
     """Of all studies."""
-    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    return [name for name in found if name not in ("study", "__init__", "__main__")]
+    modules = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    return [name for name in modules if name not in ("study", "__init__", "__main__")]
 
 
 def study(name: str) -> ModuleType:
@@ -191,14 +191,14 @@ def newest(name: str, rows: Iterable[dict]) -> list[dict]:
     be as it was last, for all rows that have it. ValueError if there is no row."""
     last = {}
     same = getattr(study(name), "SAME", ()) if name in names() else ()
-    own = [row for row in rows if row.get("study") == name and "setting" in row]
+    of_study = [row for row in rows if row.get("study") == name and "setting" in row]
     alike = {
         key: value
-        for row in own
+        for row in of_study
         for key, value in row["setting"].items()
         if key in same and value is not None
     }
-    for row in own:
+    for row in of_study:
         if all(row["setting"].get(key) in (None, value) for key, value in alike.items()):
             key = json.dumps([row["setting"], row["device"], row["torch"]], sort_keys=True)
             if row["outcome"] == "ok" or last.get(key, {}).get("outcome") != "ok":
@@ -251,7 +251,7 @@ def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
     and `peak_of`, the products' dtype."""
     device = torch.device(args.device)
     try:
-        found = {"outcome": "ok"} | measure(setting, args)
+        row = {"outcome": "ok"} | measure(setting, args)
     except Exception as error:  # is a result; the other settings still run
         kind = (
             "OOM"
@@ -261,17 +261,17 @@ def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
             else "failed:"
         )
         return {"outcome": f"{kind} {one_line(error)}"}
-    told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    flops, moved = (found.get(key, {}) for key in ("flops", "moved_bytes"))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    flops, moved = (row.get(key, {}) for key in ("flops", "moved_bytes"))
     for name in flops | moved:
-        ms = found.get(f"{name}_ms_min", found.get(f"{name}_ms"))
-        work = flops.get(name, 0), ms, moved.get(name, 0), found.get("peak_of", "bf16")
-        if reason := impossible(told, *work):
+        ms = row.get(f"{name}_ms_min", row.get(f"{name}_ms"))
+        work = flops.get(name, 0), ms, moved.get(name, 0), row.get("peak_of", "bf16")
+        if reason := impossible(device_name, *work):
             return {
                 "outcome": f"refused: {name} in {ms:g} ms would be {reason}: was it synchronised?",
                 "flops": flops,
             }
-    return found
+    return row
 
 
 def impossible(
@@ -280,21 +280,21 @@ def impossible(
     """Why a time cannot be true on a device, named as torch.cuda.get_device_name does, whose products in `dtype` are
     `flops` and whose memory `nbytes` go to or come from; None where it can, or where the device's limits are not
     known. Products in fp32 are taken for those of tensor cores where torch is told to use TF32."""
-    own = (
+    size_limits = (
         limits for names, limits in LIMITS.items() if re.fullmatch(f"(NVIDIA )?({names})", device)
     )
-    fp32, tb_per_s = next(own, (0, 0))
+    fp32, tb_per_s = next(size_limits, (0, 0))
     whole = dtype == "fp32" and torch.get_float32_matmul_precision() == "highest"
     peak = 1e12 * fp32 if whole and fp32 else device_peak(device)
     if ms is None:
         return None
     seconds = max(1e-3 * ms, 1e-12)
-    found = []
+    problems = []
     if peak and flops > seconds * peak:
-        found.append(f"{flops / seconds / 1e12:.0f} TFLOP/s of at most {peak / 1e12:.0f}")
+        problems.append(f"{flops / seconds / 1e12:.0f} TFLOP/s of at most {peak / 1e12:.0f}")
     if tb_per_s and nbytes - CACHED > 1e12 * seconds * tb_per_s:
-        found.append(f"{nbytes / seconds / 1e12:.0f} TB/s of at most {tb_per_s:g}")
-    return ", ".join(found) or None
+        problems.append(f"{nbytes / seconds / 1e12:.0f} TB/s of at most {tb_per_s:g}")
+    return ", ".join(problems) or None
 
 
 def milliseconds(
@@ -365,13 +365,13 @@ def check_ranks(numbers: list[int], device: str, flag: str = "--ranks", least: i
     if min(numbers) < least:
         raise NoRanks(f"{flag} {min(numbers)}: one rank has nobody to talk to; give 2 or more")
     if max(numbers) > most:
-        there = (
+        available = (
             f"GPUs there are: {most}"
             if device == "cuda"
             else f"a study starts {most} processes at most"
         )
         raise NoRanks(
-            f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}"
+            f"{flag} {max(numbers)}: {available}; {f'give {most} or less' if most > 1 else 'use --device cpu'}"
         )
 
 
@@ -484,8 +484,8 @@ def beside(rows: Iterable[dict], others: dict[Any, dict], key: Callable[[dict], 
     """Each row with the values of the published line that has its key, then the published lines that have no row."""
     rows = [(key(row), row) for row in rows]
     seen = {key for key, _ in rows}
-    found = [others.get(key, {}) | row.get("setting", {}) | row for key, row in rows]
-    return found + [line for key, line in others.items() if key not in seen]
+    joined = [others.get(key, {}) | row.get("setting", {}) | row for key, row in rows]
+    return joined + [line for key, line in others.items() if key not in seen]
 
 
 def section(
@@ -493,11 +493,12 @@ def section(
 ) -> tuple[str, str]:
     """The text above a table: the study, where its rows come from, and what it asks; and the table of `entries`."""
 
-    def each(key: str) -> str:
+    def value_of(key: str) -> str:
         return ", ".join(sorted({str(row[key])[: 7 if key == "commit" else None] for row in rows}))
 
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
-    about = f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}."
+    about = f"**{rows[0]['study']}**: commit {value_of('commit')}{dirty}, "
+    about += f"torch {value_of('torch')}, {value_of('device')}."
     return f"{about} {text}", lines(entries, columns)
 
 
@@ -525,11 +526,11 @@ def curves(
     from lab.report import plots
 
     least = 0 if axes.get("yscale", "log") == "log" else -math.inf  # a logarithm has no zero
-    found = {
+    points = {
         words: [(a, b) for a, b in line if b is not None and b > least]
         for words, line in made.items()
     }
-    return plots.lines(f"study-{name}", [(y, found)], x, folder, marks, **axes)
+    return plots.lines(f"study-{name}", [(y, points)], x, folder, marks, **axes)
 
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
@@ -537,8 +538,8 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     args = arguments(module, sys.argv[1:] if argv is None else argv)
     name = name_of(module)
     rows = newest(name, run(name, module.settings(args), module.measure, args))
-    told, text = module.table(rows)
-    put("", told, "", text, "", sep="\n")
+    caption, text = module.table(rows)
+    put("", caption, "", text, "", sep="\n")
     try:
         put(*figure(module, rows, args.plots), sep="\n")
     except ImportError as error:  # matplotlib

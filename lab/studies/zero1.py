@@ -90,8 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         for number, mine in self.pairs:  # what a scheduler has changed
-            told = self.param_groups[number]
-            mine.update({name: value for name, value in told.items() if name != "params"})
+            group = self.param_groups[number]
+            mine.update({name: value for name, value in group.items() if name != "params"})
         if self.own:
             self.own.step()
         last = None
@@ -162,25 +162,26 @@ def held(
     params: list[Tensor], grads: list[Tensor] | None, states: Iterable[Tensor], device
 ) -> dict[str, float]:
     """Bytes that this rank holds of each piece that is given, and MiB in use."""
-    given = {
-        name: each
-        for name, each in zip(PIECES, (params, grads, states), strict=True)
-        if each is not None
+    pieces = {
+        name: tensors
+        for name, tensors in zip(PIECES, (params, grads, states), strict=True)
+        if tensors is not None
     }
-    found = {
-        name: sum(local(t).nbytes for t in each if t is not None) for name, each in given.items()
+    bytes_by_piece = {
+        name: sum(local(t).nbytes for t in tensors if t is not None)
+        for name, tensors in pieces.items()
     }
-    return found | dict(now_mib=memory_now(device))
+    return bytes_by_piece | dict(now_mib=memory_now(device))
 
 
 def trainer(
-    c: dict, device: torch.device
+    setting: dict, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any], dict[str, dict]]:
     """(a step, one that notes what is held, what it noted by moments); "after init" is there at once."""
-    x, y = batch(c, device)
-    own = words(c, device.type, False, "fully_shard")
-    if c["way"] == "fully_shard":
-        step = build(own, device, c["ranks"])
+    x, y = batch(setting, device)
+    config = words(setting, device.type, False, "fully_shard")
+    if setting["way"] == "fully_shard":
+        step = build(config, device, setting["ranks"])
         params = step.optimizer.params
         states = [*step.optimizer.m, *step.optimizer.v]
         moments = {"after init": held(params, [p.grad for p in params], states, device)}
@@ -196,12 +197,12 @@ def trainer(
             moments["after the update"] = held(params, None, states, device)
 
         return lambda: step(x, y), noted, moments
-    model = whole_model(own, device)
+    model = whole_model(config, device)
     params = list(model.parameters())
     kind = torch.optim.AdamW
     how = dict(lr=1e-3, fused=True)
     optimizer = (
-        kind(params, **how) if c["way"] == "whole" else ShardedOptimizer(params, kind, **how)
+        kind(params, **how) if setting["way"] == "whole" else ShardedOptimizer(params, kind, **how)
     )
     reducer = Reducer(params, 25e6, True)
     moments = {}
@@ -224,10 +225,10 @@ def trainer(
 
 
 def on_rank(
-    rank: int, device: torch.device, c: dict, repeat: int
+    rank: int, device: torch.device, setting: dict, repeat: int
 ) -> tuple[dict, list[float], dict]:
     """(what is held at each moment of the first step, ms of later steps, the peak of the second)"""
-    step, noted, moments = trainer(c, device)
+    step, noted, moments = trainer(setting, device)
     noted()
     reset_peak(device)
     step()
@@ -251,27 +252,27 @@ def measure(setting: dict, args) -> dict:
     )
 
 
-def counted(c: dict, device: torch.device) -> dict[str, float]:
+def counted(setting: dict, device: torch.device) -> dict[str, float]:
     """{collective: bytes that a rank sends}, the mean over the ranks, in the second step on simulated ranks."""
-    simulated_world.start(c["ranks"], link("none"), device)
+    simulated_world.start(setting["ranks"], link("none"), device)
     try:
-        step, *_ = trainer(c, device)
+        step, *_ = trainer(setting, device)
         step()
         simulated_world.log().clear()
         step()
-        found: dict[str, float] = {}
+        peaks: dict[str, float] = {}
         for call in simulated_world.log():
             # Of a broadcast: the last of a ring sends nothing on.
             share = (call.ranks - 1) / call.ranks
-            own = (
+            steps = (
                 share * call.nbytes
                 if call.op == "broadcast"
                 else sent_bytes(call.op, call.nbytes, call.ranks)
             )
-            found[call.op] = found.get(call.op, 0.0) + own
+            peaks[call.op] = peaks.get(call.op, 0.0) + steps
     finally:
         simulated_world.stop()
-    return found
+    return peaks
 
 
 def arithmetic(way: str, parameters: float, n: int) -> tuple[float, float, float]:
@@ -296,13 +297,13 @@ COLUMNS = {
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
-    c = rows[0]["setting"]
+    first = rows[0]["setting"]
     whole = max((row["moments"]["after init"]["parameters"] for row in measured(rows)), default=0)
-    stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * whole / 2**20
+    stage_1 = 2 * (first["ranks"] - 1) / first["ranks"] * whole / 2**20
     text = (
-        f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
-        f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
-        "CPU of the whole process, as is the peak, of the second step."
+        f"{first['ranks']} ranks, depth {first['depth']}, width {first['width']}, fp32, MiB of the rank with most "
+        f"states. ZeRO stage 1 as published would send {stage_1:.2f} MiB a step. "
+        "The rest is of the device's allocator, or on a CPU of the whole process, as is the peak, of the second step."
     )
     return section(rows, text, COLUMNS, entries(rows))
 
@@ -318,14 +319,14 @@ def entries(rows: list[dict]) -> Iterator[dict]:
         if row["outcome"] != "ok":
             yield row
             continue
-        c = row["setting"]
-        way = c["way"]
+        shape = row["setting"]
+        way = shape["way"]
         parameters = measured(rows)[0]["moments"]["after init"]["parameters"] / 4
-        formula = (f"{size / 2**20:.2f}" for size in arithmetic(way, parameters, c["ranks"]))
-        for moment, found in row["moments"].items():
-            line = dict(way=way, moment=moment) | found
-            if found.keys() >= set(PIECES):
-                line["rest_mib"] = found["now_mib"] - sum(found[piece] for piece in PIECES) / 2**20
+        formula = (f"{size / 2**20:.2f}" for size in arithmetic(way, parameters, shape["ranks"]))
+        for moment, peaks in row["moments"].items():
+            line = dict(way=way, moment=moment) | peaks
+            if peaks.keys() >= set(PIECES):
+                line["rest_mib"] = peaks["now_mib"] - sum(peaks[piece] for piece in PIECES) / 2**20
             if moment == "after init":
                 line["sent_bytes"] = sum(row["sent"].values())
             if moment == "after the update":

@@ -20,8 +20,8 @@ def end_at_signals() -> None:
     """At the first SIGINT, SIGTERM or SIGHUP that is not ignored this process ends by SystemExit; others do nothing."""
 
     def end(signum, frame):
-        for each in ends:
-            signal.signal(each, signal.SIG_IGN)
+        for number in ends:
+            signal.signal(number, signal.SIG_IGN)
         raise SystemExit(128 + signum)
 
     ends = [
@@ -29,8 +29,8 @@ def end_at_signals() -> None:
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(s) is not signal.SIG_IGN
     ]
-    for each in ends:
-        signal.signal(each, end)
+    for number in ends:
+        signal.signal(number, end)
 
 
 def oom_kills() -> int:

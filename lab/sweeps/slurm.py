@@ -51,24 +51,24 @@ SAVING_S = 100
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """{"--nodes": "2"} of the options among `words`, and the other words. ValueError for a bad value, or none."""
-    found = {}
+    options = {}
     others = []
     left = deque(words)
     while left:
         word = left.popleft()
-        name, given, value = word.partition("=")
+        name, sign, value = word.partition("=")
         if name not in OPTIONS:
             others.append(word)
             continue
         pattern, expected = OPTIONS[name]
-        if not given:
+        if not sign:
             if not left or left[0].startswith("--"):
                 raise ValueError(f"{name}: needs a value")
             value = left.popleft()
         if not re.fullmatch(pattern, value):
             raise ValueError(f"{name} {value}: must be {expected}")
-        found[name] = value
-    return found, others
+        options[name] = value
+    return options, others
 
 
 def gpus(options: dict[str, str]) -> int:
@@ -111,21 +111,21 @@ def command(options: dict[str, str], words: list[str]) -> str:
 
 def training(words: list[str]) -> str:
     """The script that trains. ValueError for a bad option; a bad flag of main.py ends the process with 2."""
-    given, flags = split(words)
-    options = DEFAULTS | given
+    options_given, flags = split(words)
+    options = DEFAULTS | options_given
     groups = config.Training, config.System, config.Output
-    own = {flag(field.name) for group in groups for field in fields(group)}
+    known_flags = {flag(field.name) for group in groups for field in fields(group)}
     for name in (word.partition("=")[0] for word in flags if word.startswith("--")):
         meant = (
             "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)
         )
-        if meant and not {name, name.replace("--no-", "--")} & own:
+        if meant and not {name, name.replace("--no-", "--")} & known_flags:
             raise ValueError(f"{name}: no such flag{meant}")
     flags = flags or "--depth 8 --compile fwdbwd".split()
     if gpus(options) and not {"--device", "--world"} & {word.partition("=")[0] for word in flags}:
         flags += ["--device", "cuda"]  # never a CPU unasked
-    c = config.parse(flags, world=int(options["--nodes"]) * gpus(options) or None)
-    if c.save is None:
+    resolved = config.parse(flags, world=int(options["--nodes"]) * gpus(options) or None)
+    if resolved.save is None:
         tell("note: without --save, a job that is stopped or requeued begins afresh", sys.stderr)
     more = [
         f"--signal=TERM@{WARNING_S}",
@@ -143,13 +143,15 @@ def training(words: list[str]) -> str:
     )
 
 
-def for_settings(given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:
+def for_settings(options_given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:
     """The options of an array whose tasks run a setting each, of `seconds` at most. ValueError: more nodes than one."""
-    if given.get("--nodes", "1") != "1":
-        raise ValueError(f"--nodes {given['--nodes']}: a setting runs on one node; leave it out")
-    own = {"--job-name": "sweep", "--nodes": "1"} | ({"--gpus-per-node": "0"} if small else {})
+    if options_given.get("--nodes", "1") != "1":
+        raise ValueError(
+            f"--nodes {options_given['--nodes']}: a setting runs on one node; leave it out"
+        )
+    defaults = {"--job-name": "sweep", "--nodes": "1"} | ({"--gpus-per-node": "0"} if small else {})
     limit = {"--time": f"{int(seconds // 60) + 5}"} if seconds < 1e7 else {}
-    return DEFAULTS | own | limit | given
+    return DEFAULTS | defaults | limit | options_given
 
 
 def array(settings: list[str], options: dict[str, str], words: list[str]) -> str:
@@ -159,9 +161,9 @@ def array(settings: list[str], options: dict[str, str], words: list[str]) -> str
         f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%A_%a.out",
     ]
     task = command(options, ["./launch.sh", "sweep", *words, "--setting"])
-    own = [f"  {shlex.quote(setting)}" for setting in settings]
+    quoted = [f"  {shlex.quote(setting)}" for setting in settings]
     return script(
-        options, more, ["settings=(", *own, ")", f'{task} "${{settings[SLURM_ARRAY_TASK_ID]}}"']
+        options, more, ["settings=(", *quoted, ")", f'{task} "${{settings[SLURM_ARRAY_TASK_ID]}}"']
     )
 
 

@@ -84,12 +84,14 @@ def join(flags: Flags) -> str:
 @functools.cache
 def gpus() -> int:
     """GPUs that a run may use, counted as launch.sh does; 0 without any. SWEEP_GPUS tells those of another machine."""
-    if told := os.environ.get("SWEEP_GPUS"):
-        return int(told)
+    if count := os.environ.get("SWEEP_GPUS"):
+        return int(count)
     seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
-        seen if not seen or visible is None else len([each for each in visible.split(",") if each])
+        seen
+        if not seen or visible is None
+        else len([index for index in visible.split(",") if index])
     )
 
 
@@ -185,10 +187,10 @@ def setting_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
         most = 2 if small else max(1, gpus())
         return ("nproc=" if int(ranks[1]) <= most else "--link h100-nvlink --world ") + ranks[1]
 
-    own = shlex.split(re.sub(r"(?<!\S)ranks=(\d+)", started, line), comments=True)
-    named = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
+    parts = shlex.split(re.sub(r"(?<!\S)ranks=(\d+)", started, line), comments=True)
+    named = "--world" in parse(parts)[1] or any(word.startswith("nproc=") for word in parts)
     more = {flag: value for flag, value in extra.items() if flag != "--world" or not named}
-    n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
+    n, flags = parse([f"nproc={nproc}"] + TINY * small + parts + shlex.split(join(more)))
     if small:  # FlexAttention does not train on a CPU
         flags |= {"--device": ("cpu",)} | (
             {"--attn": ("auto",)} if flags.get("--attn") == ("flex",) else {}
@@ -249,7 +251,9 @@ def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str,
     if target == GRID:
         return {
             GRID: list(
-                dict.fromkeys(setting_of("", small, nproc, each) for each in grid(parse(extra)[1]))
+                dict.fromkeys(
+                    setting_of("", small, nproc, flags) for flags in grid(parse(extra)[1])
+                )
             )
         }
     named = axes()
@@ -333,31 +337,33 @@ def main_setting(setting: str) -> dict:
     """What main.py makes of a setting's flags, as its own row would say it; empty where it does not accept them."""
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         nproc, flags = parse(shlex.split(setting))
-        c = config.parse(shlex.split(join(flags)))
+        resolved = config.parse(shlex.split(join(flags)))
         machine = "cuda" if gpus() else "cpu"
         return config.setting(
-            config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc)
+            config.filled(resolved, machine if resolved.device == "auto" else resolved.device).on(
+                resolved.world or nproc
+            )
         )
     return {}
 
 
-def given(flags: Flags) -> dict:
+def values_of(flags: Flags) -> dict:
     """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
-    found = {}
+    parsed_values = {}
     for flag, texts in flags.items():
         values = [int(text) if text.isdigit() else text for text in texts] or [
             not flag.startswith("--no-")
         ]
-        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = (
+        parsed_values[flag.strip("-").removeprefix("no-").replace("-", "_")] = (
             values[0] if len(values) == 1 else values
         )
-    return found
+    return parsed_values
 
 
 def failed_row(setting: str, end: str, resolved: dict | None = None) -> dict:
     """The row of a run that wrote none. `end`: as of `run`. `resolved`: the flags of a program but main.py."""
     nproc, flags = parse(shlex.split(setting))
-    resolved = resolved or main_setting(setting) or main_setting("") | given(flags)
+    resolved = resolved or main_setting(setting) or main_setting("") | values_of(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
     known = {
         {"loss": "loss_kind"}.get(name, name): value
@@ -389,12 +395,12 @@ def labels(settings: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
         else set()
     )
     apart = {flag for flag, _ in shared} | {"--world", "--link"}
-    own = {
+    varying = {
         setting: join({k: v for k, v in flags.items() if k not in apart})
         for setting, (_, flags) in parsed.items()
     }
     return join(dict(shared)), {
-        setting: (str(world(*parsed[setting])), flags) for setting, flags in own.items()
+        setting: (str(world(*parsed[setting])), flags) for setting, flags in varying.items()
     }
 
 
@@ -412,9 +418,9 @@ def figure(row: dict, key: str) -> float | str | None:
 def write_page(results: Path) -> str:
     """Writes the rows of a file as a page beside it, in a new process. Returns the line that says where it is, or why
     there is none."""
-    own = page_flags(results.absolute())
+    arguments = page_flags(results.absolute())
     done = subprocess.run(
-        [sys.executable, "-m", "lab.report", *own], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "lab.report", *arguments], cwd=ROOT, capture_output=True, text=True
     )
     if done.returncode:
         why = (done.stderr.splitlines() or ["no reason given"])[-1]
@@ -424,28 +430,28 @@ def write_page(results: Path) -> str:
 
 def table(settings: list[str], rows: dict[str, dict]) -> str:
     """Markdown, a line per setting; flags that all share stand once above it, columns without a value are left out."""
-    found = [rows.get(setting, {"outcome": "not run"}) for setting in settings]
+    shown = [rows.get(setting, {"outcome": "not run"}) for setting in settings]
     shared, names = labels(settings)
     ranks = [
         str(row.get("world", names[setting][0]))
-        for setting, row in zip(settings, found, strict=True)
+        for setting, row in zip(settings, shown, strict=True)
     ]
     columns = [
         ("n", ranks),
         ("flags", [names[setting][1] for setting in settings]),
-        ("outcome", [outcome(row) for row in found]),
+        ("outcome", [outcome(row) for row in shown]),
     ]
     for key, (title, digits) in COLUMNS.items():
-        if any(figure(row, key) is not None for row in found):
+        if any(figure(row, key) is not None for row in shown):
             columns.append(
-                (title, [grouped(figure(row, key), digits, missing="") for row in found])
+                (title, [grouped(figure(row, key), digits, missing="") for row in shown])
             )
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
 def spread(figures: list[float | str], digits: int) -> str:
     """Mean and sample standard deviation of two or more; where some are not finite, in how many runs."""
-    if odd := [each for each in figures if isinstance(each, str)]:
+    if odd := [figure for figure in figures if isinstance(figure, str)]:
         return f"{odd[0]} in {len(odd)} of {len(figures)}"
     if len(figures) < 2:
         return ""
@@ -457,18 +463,18 @@ def over_seeds(settings: list[str], rows: dict[str, dict]) -> str:
     alike = {}
     for setting in settings:
         alike.setdefault(re.sub(r" --seed \S+", "", setting), []).append(setting)
-    alike = {name: own for name, own in alike.items() if len(own) > 1}
+    alike = {name: of_seeds for name, of_seeds in alike.items() if len(of_seeds) > 1}
     names = [flags for _, flags in labels([*alike])[1].values()] if alike else []
     columns = [
         ("flags", names),
-        ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()]),
+        ("seeds", [str(sum(one in rows for one in of_seeds)) for of_seeds in alike.values()]),
     ]
     for key, (title, digits) in COLUMNS.items():
         figures = [
-            [rows[c][key] for c in own if figure(rows.get(c, {}), key) is not None]
-            for own in alike.values()
+            [rows[one][key] for one in of_seeds if figure(rows.get(one, {}), key) is not None]
+            for of_seeds in alike.values()
         ]
-        texts = [spread(each, digits) for each in figures]
+        texts = [spread(column, digits) for column in figures]
         columns += [(title, texts)] * any(texts)
     return markdown(columns) if alike else ""
 
@@ -512,11 +518,13 @@ def sweep(
     `resolved`: setting -> its resolved flags, if the program is not main.py. one: the only setting to run."""
     names = {}
     stored = read_rows(args.results)
-    for study, own in tables.items():
+    for study, of_study in tables.items():
         names = {
-            setting: f"{study} n={n} {flags}" for setting, (n, flags) in labels(own)[1].items()
+            setting: f"{study} n={n} {flags}" for setting, (n, flags) in labels(of_study)[1].items()
         } | names
-    tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
+    tables = (
+        {study: [one] for study, of_study in tables.items() if one in of_study} if one else tables
+    )
     settings = list(dict.fromkeys(itertools.chain(*tables.values())))
     rows = current(stored, args.any_commit)
     todo = (
@@ -548,19 +556,19 @@ def sweep(
                     break
     rows = current(read_rows(args.results), args.any_commit)
     texts = {
-        study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
-        for study, own in tables.items()
+        study: "\n\n".join(filter(None, [table(of_study, rows), over_seeds(of_study, rows)]))
+        for study, of_study in tables.items()
     }
     for study, text in texts.items():
         put(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}")
     output = config.parse(args.output)
     if "wandb" in output.tracker and not one:
-        found = {
-            study: [rows[setting] for setting in own if setting in rows]
-            for study, own in tables.items()
+        tables_of_rows = {
+            study: [rows[setting] for setting in of_study if setting in rows]
+            for study, of_study in tables.items()
         }
         log_tables(
-            found,
+            tables_of_rows,
             args.results,
             TrackerOptions(
                 ("wandb",), output.wandb_mode, output.tracker_group, tags=output.wandb_tags

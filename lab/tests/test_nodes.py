@@ -110,7 +110,7 @@ def test_the_committed_rows_are_tables_a_link_and_a_figure(tmp_path):
     for row, off in zip(modes, dict(columns[::-1])["off by %"], strict=True):
         assert f"{100 * ((row['compute_ms'] + row['link_ms']) / row['step_ms'] - 1):+.0f}" == off
     best, _, _ = sorted(modes[:3], key=lambda row: row["step_ms"])
-    said = nodes.told(rows[:6])
+    said = nodes.summary_lines(rows[:6])
     assert f"{best['line']} pays on this network: {best['step_ms']:.1f} ms a step; " in said
     assert "across, 2 ranks: latency 582 us, bandwidth of a rank 0.0106 GB/s, residual 38 %" in said
     pytest.importorskip("matplotlib")

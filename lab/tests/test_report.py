@@ -46,7 +46,7 @@ def line(axis, small=False, n=2, **flags):
 def row(setting, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
     """A row as main.py writes it."""
     n, flags = sweep.parse(shlex.split(setting))
-    given = sweep.given(flags) | {key: value for key, value in more.items() if key in DEFAULT}
+    given = sweep.values_of(flags) | {key: value for key, value in more.items() if key in DEFAULT}
     found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(line=setting)
     found["flags"] = DEFAULT | REFERENCE_FLAGS | given
     found |= dict(world=f"{given['world']}(sim {given['link']})" if "world" in given else n, outcome=outcome)
