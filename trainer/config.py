@@ -220,6 +220,10 @@ class System:
     """Tokens of a chunk of --loss chunked."""
 
 
+Tracker = Literal["wandb", "trackio", "tensorboard"]
+WandbMode = Literal["online", "offline"]
+
+
 @dataclass(frozen=True)
 class Output:
     """Where results go, what is saved and printed, and when a run gives up."""
@@ -250,14 +254,12 @@ class Output:
     """The same until the first step, which compiles, is done. 0: no limit."""
     cast: bool = False
     """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
-    tracker: Annotated[tuple[Literal["wandb", "trackio", "tensorboard"], ...],
-                       arg(metavar="{wandb,trackio,tensorboard} ...")] = ()
+    tracker: Annotated[tuple[Tracker, ...], arg(metavar="{wandb,trackio,tensorboard} ...")] = ()
     """Log to these as well: Weights & Biases, trackio (local, no account), TensorBoard. None of them ends a run; the
     JSONL files are the record."""
     tracker_group: str | None = None
     """Group of the run in its trackers."""
-    wandb_mode: Annotated[Literal["online", "offline"] | None,
-                          default("$WANDB_MODE, else online", "{online,offline}")] = None
+    wandb_mode: Annotated[WandbMode | None, default("$WANDB_MODE, else online", "{online,offline}")] = None
     """offline: nothing is sent before `wandb sync`."""
     wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG ...")] = ()
     """Tags of the run in Weights & Biases."""

@@ -181,7 +181,7 @@ class TensorBoard:
         self.id = continued if resumes else "/".join([*parts, run_name])
         own = folder / "tensorboard" / self.id
         own.mkdir(parents=True, exist_ok=True)
-        self.file = open(own / f"events.out.tfevents.{int(time.time())}.{run_name}", "ab")
+        self.file = open(own / f"events.out.tfevents.{time.time():.6f}.{run_name}", "ab")
         self.writer = RecordWriter(self.file)
         self.place = f"tensorboard --logdir {os.path.relpath(folder / 'tensorboard')}"
         self.first_step = 0
