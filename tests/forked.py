@@ -46,6 +46,8 @@ def _rank(
         torch.manual_seed = lambda seed, manual=torch.manual_seed: manual(seed + rank)
     if rank and "EVALUATE_ON_0" in env:
         main.Run.evaluate = lambda run: None
+    if "SLOW" in env and env["SLOW"].startswith(f"{rank}:"):
+        _slow_down(Batches, float(env["SLOW"].partition(":")[2]))
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
     with planting(env["FAULT"]) if "FAULT" in env else nullcontext():
@@ -55,6 +57,19 @@ def _rank(
         from trainer.finetuning import config
 
         sys.exit(finetune.main(config.parse(argv[1:], rank), rank, rank, world))
+
+
+def _slow_down(batches: type, seconds: float) -> None:
+    """Makes each step of this rank take so many seconds of CPU time more."""
+    ask = batches.__next__
+
+    def give(self):
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        return ask(self)
+
+    batches.__next__ = give
 
 
 def _record(batches: type, path: str) -> None:
@@ -77,7 +92,8 @@ class Job:
     """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. err: a file for standard
     error, if it is to be apart from `log`. cwd: where the ranks run. env: of the ranks;
     ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
-    weights; EVALUATE_ON_0: these do not evaluate; FAULT: planted in the run, as tests/planted.py says."""
+    weights; EVALUATE_ON_0: these do not evaluate; FAULT: planted in the run, as tests/planted.py says;
+    SLOW: "rank:seconds" of CPU time by which each step of a rank takes longer."""
 
     def __init__(
         self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,

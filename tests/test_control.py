@@ -23,7 +23,7 @@ from trainer.distributed.launch import first_here, fresh
 from trainer.fault_tolerance import watchdog
 from trainer.fault_tolerance.watchdog import Watchdog
 
-GROUP = SimpleNamespace(size=lambda: 2)  # stands for a group whose collectives are planted
+GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)  # stands for a group whose collectives are planted
 
 
 def test_a_signal_is_noted_and_the_handlers_come_back():
@@ -147,7 +147,7 @@ def other(monkeypatch):
     def all_reduce(numbers, op, group, async_op):
         assert op == dist.ReduceOp.MAX and group is GROUP and async_op
         k, norm, failed, signum = asked.pop(0)
-        told = torch.tensor([k, -k, norm, -norm, failed, signum, False], dtype=numbers.dtype)
+        told = torch.tensor([k, -k, norm, -norm, failed, signum, False, 0.0, 0.5], dtype=numbers.dtype)
         numbers.copy_(torch.maximum(numbers, told))
         return Work()
 
@@ -160,8 +160,10 @@ def test_what_one_rank_notes_all_learn_at_the_next_boundary(other):
     ranks = Control(signals, GROUP)
     other += [(0, 1.5, False, 0), (1, 1.5, True, 0), (2, 1.5, False, signal.SIGTERM)]
     assert not ranks.boundary(0, 1.5)
-    assert not ranks.boundary(1, 1.5)
+    assert not ranks.boundary(1, 1.5, cpu_s=0.25)
+    assert ranks.cpu_s == [0.0, 0.5]
     assert ranks.boundary(2, 1.5), "that a save failed elsewhere"
+    assert ranks.cpu_s == [0.25, 0.5], "of each rank"
     with pytest.raises(Stopped, match="SIGTERM") as stopped:
         ranks.finish()
     assert stopped.value.signum == signal.SIGTERM

@@ -27,6 +27,7 @@ from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control, control_group
 from trainer.fault_tolerance import errors, watchdog
+from trainer.fault_tolerance.stragglers import Stragglers
 from trainer.fault_tolerance.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -293,6 +294,36 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
         assert "no answer from rank 1" in line
         assert there == ["flight-0", "rank-0.txt"]
     assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: no progress for 2 s")
+
+
+def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path):
+    """By the CPU time of its steps: the others, which wait for it, take as long by the clock."""
+    done = two(tmp_path, "--steps", "64", "--log-every", "1", SLOW="1:0.03")
+    notes = [line for line in done.out.splitlines() if line.startswith("note: rank ")]
+    assert done.codes == [0, 0] and len(notes) == 1, done.out
+    assert re.fullmatch(r"note: rank 1 is slow: its steps take \d+\.\d\d times the CPU time .* \(20 steps\)", notes[0])
+    _, steps = read(tmp_path / "rows.jsonl")
+    ratios = [step.get("slowest_rank_ratio") for step in steps]
+    assert ratios[:20] == [None] * 20 and all(ratio > 1.2 for ratio in ratios[24:]), ratios
+
+
+@pytest.mark.parametrize("times, named", [
+    ([[0.10, 0.10, 0.13, 0.10]] * 20, 2),  # 30 % slower in each step
+    ([[0.10, 0.10, 0.11, 0.10]] * 20, None),  # 10 %
+    ([[0.10, 0.10, 0.10, 0.90]] + [[0.10] * 4] * 19, None),  # once, as in a compilation
+    ([[0.10, 0.10, 0.10, 0.90]] * 19, None),  # not yet 20 steps
+    ([[0.10, 0.0, 0.10, 0.90]] * 20, None),  # a rank has no time
+    ([[0.001, 0.001, 0.002, 0.001]] * 20, None),  # noise
+    ([[0.10, 0.13]] * 20, 1),
+    ([[0.10]] * 20, None),
+    ([], None),
+])  # fmt: skip
+def test_a_straggler_is_20_percent_slower_than_the_median_of_the_others_over_20_steps(times, named):
+    stragglers = Stragglers()
+    lines = [line for line in map(stragglers.add, times) if line]
+    assert [line.split()[2] for line in lines] == ([] if named is None else [str(named)])
+    if named is not None:
+        assert not [line for line in map(stragglers.add, times) if line], "it is named once"
 
 
 APART = "; no rank may evaluate, sample or save alone: every rank must call it"

@@ -21,6 +21,7 @@ it ends is decided by trainer/fault_tolerance/errors.py.
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -44,6 +45,7 @@ from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.evaluation import evaluate, sample
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.fault_tolerance.stragglers import Stragglers
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.logging import Sinks, final_lines
 from trainer.measuring import flops, memory, timing
@@ -113,6 +115,8 @@ class Run:
             self.group = None if config.world else control_group()
             self.around = around.pop_all()
         self.control = Control(self.signals, self.group)
+        self.stragglers = Stragglers()
+        self.step_cpu_s = 0.0  # of the main thread, in the last step
         self.stages = memory.Stages(self.device)
         # now: the checkout may change while it runs.
         self.environment = timing.environment(self.device)
@@ -283,9 +287,15 @@ class Run:
         with self.measured.step(k):
             last = k + 1 == self.config.steps
             problem = self.batches.error if last else self.batches.problem()
-            if self.control.boundary(k, self.finite.norm, self.saver.failed(), problem):
+            failed = self.saver.failed()
+            if self.control.boundary(k, self.finite.norm, failed, problem, self.step_cpu_s):
                 self.saver.wait()  # it failed on all
+            if line := self.stragglers.add(self.control.cpu_s):
+                self.say(line)
+            began = time.thread_time()
             yield
+            # The first step compiles.
+            self.step_cpu_s = time.thread_time() - began if k > self.first else 0.0
 
     def next_batch(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
@@ -309,6 +319,8 @@ class Run:
             ms = self.measured.timer.last()
             line = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
             line |= metrics | figures(self, ms)
+            if self.stragglers.ratio is not None:
+                line["slowest_rank_ratio"] = round(self.stragglers.ratio, 3)
             if k == self.first and self.config.compile != "none":
                 # It compiles: its time is that of no step, and no rate comes of it.
                 line = {name: line[name] for name in line if name not in ("ms", "tok_s", "mfu")}

@@ -7,8 +7,9 @@
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
-At a boundary, between steps or micro-batches, the ranks all-reduce seven numbers on the host, which they read at
-the next one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
+At a boundary, between steps or micro-batches, the ranks all-reduce seven numbers on the host, and with them the CPU
+time of each rank's last step. They read them at the next one: no step waits for them, all ranks stop at the same
+boundary, and ranks that have come apart are noticed.
 """
 
 import math
@@ -170,15 +171,23 @@ class Control:
         self.signals = signals
         self.work = None
         self.numbers = None
+        self.cpu_s: list[
+            float
+        ] = []  # by rank, of the step that the last exchange told of; 0: of none
         self.group = group if group is not None and group.size() > 1 else None
 
     def boundary(
-        self, k: int, norm: float = -1.0, failed: bool = False, problem: Exception | None = None
+        self,
+        k: int,
+        norm: float = -1.0,
+        failed: bool = False,
+        problem: Exception | None = None,
+        cpu_s: float = 0.0,
     ) -> bool:
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
-        one has on any rank. problem: raised on all ranks. Raises Stopped if any rank got a signal, and Desync for ranks
-        at other steps or norms."""
+        one has on any rank. problem: raised on all ranks. cpu_s: of the step done since the last boundary. Raises
+        Stopped if any rank got a signal, and Desync for ranks at other steps or norms."""
         # The maximum of NaN and a number is not defined.
         norm = norm if math.isfinite(norm) else -1.0
         if self.group is None:
@@ -189,8 +198,11 @@ class Control:
             return failed
         failed_before = self.finish()
         self.problem = problem
-        told = [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
-        self.numbers = torch.tensor(told, dtype=torch.float64, device="cpu")
+        common = [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
+        # Each rank fills its own place: the maximum over ranks has the times of all.
+        times = [0.0] * self.group.size()
+        times[self.group.rank()] = cpu_s
+        self.numbers = torch.tensor(common + times, dtype=torch.float64, device="cpu")
         self.work = dist.all_reduce(
             self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
@@ -203,7 +215,7 @@ class Control:
         work = self.work
         self.work = None
         work.wait()
-        k, fewest, norm, least, failed, signum, problem = self.numbers.tolist()
+        k, fewest, norm, least, failed, signum, problem, *self.cpu_s = self.numbers.tolist()
         if k != -fewest:
             raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
         if norm + least > NORM_TOLERANCE * abs(norm):
