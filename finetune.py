@@ -21,6 +21,7 @@ from trainer.finetuning import config as finetuning_flags
 from trainer.finetuning.checks import check_at_once
 from trainer.terminal.output import answering, fail, import_torch, put, tell
 from trainer.terminal.progress import Progress
+from trainer.terminal.text import on_ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     for NAME, VALUE in (("HF_HUB_OFFLINE", "1"), ("USE_HUB_KERNELS", "NO")):  # all is in --model
@@ -30,7 +31,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     CONFIG = finetuning_flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
         check_at_once(CONFIG, WORLD)
-    PROGRESS = Progress("importing torch and transformers", speak=RANK == 0)
+    PROGRESS = Progress(f"importing torch and transformers{on_ranks(WORLD)}", speak=RANK == 0)
     import_torch(RANK, CONFIG.debug)
 
 import torch

@@ -2,7 +2,7 @@
 # Install once (.venv, pinned by constraints.txt), then run. Works from a fresh clone, with or without GPUs.
 #
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd (without a GPU
-#                                      blocks, which compiles sooner)
+#                                      blocks, which compiles sooner) --sample 60; ends with what to do next
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
 #   ./launch.sh test [lab|slow|all|ARGS]   the product's quick tests; lab: the lab's; slow: those that both leave out;
 #                                      all: all of them; ARGS: pytest's own
@@ -143,7 +143,10 @@ case $command in
 esac
 case $command in
     install) ;;
-    run)     [ $# -gt 0 ] || set -- --depth 8 --compile "$([ "$gpus" -gt 0 ] && echo fwdbwd || echo blocks)"
+    run)     if [ $# -eq 0 ]; then
+                 set -- --depth 8 --compile "$([ "$gpus" -gt 0 ] && echo fwdbwd || echo blocks)" --sample 60
+                 export MAIN_JOB=1    # it ends with what to do next (trainer/distributed/torchrun.py)
+             fi
              torchrun main.py "$@" ;;
     test)    # a suite: two files at a time, one thread each, the longest files first (tests/fixtures.py)
              [ "${1:-}" != versions ] || exec "$py" tests/versions.py "${@:2}"

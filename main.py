@@ -25,6 +25,7 @@ from trainer.checks import check, check_at_once
 from trainer.distributed.environment import ranks
 from trainer.terminal.output import import_torch
 from trainer.terminal.progress import Progress
+from trainer.terminal.text import on_ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
@@ -32,7 +33,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     CONFIG = flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
         check_at_once(CONFIG, WORLD)
-    PROGRESS = Progress("importing torch", speak=RANK == 0)
+    PROGRESS = Progress(f"importing torch{on_ranks(WORLD)}", speak=RANK == 0)
     import_torch(RANK, CONFIG.debug)
 
 import torch

@@ -301,13 +301,13 @@ def two_ranks(tmp_path_factory):
 
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     lines = two_ranks.out.splitlines()
-    expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks",
-                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6  "
-                r"keep_last=True  compile=none; all flags: (\S+)",
+    expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+", r"CPU .*, 2 ranks",
+                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6",
+                r"    keep_last=True  compile=none", r"all flags: (\S+)",
                 r"attention: sdpa flash \(auto\)",
-                r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank; 0 of 16 replicated.*",
-                r"weight decay 0\.1 for 8 parameters; none for the 8 with one dimension",
-                r"[\d.]+ MFLOP per token \(causal; PaLM [\d.]+\), \S+ TFLOP per step and rank", r"ln V = 5\.5452",
+                r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank",
+                r"weight decay 0\.1 for 8 parameters, none for the 8 with one dimension",
+                r"[\d.]+ MFLOP per token \(causal; PaLM [\d.]+\)", r"\S+ TFLOP per step and rank", r"ln V = 5\.5452",
                 r"note: --warmup 10 is not below --steps 6: the learning rate ends at 0\.0018",
                 *(rf"step {k}/6  loss \d\.\d{{4}}  lr \S+  \|g\| \S+  .* ms  .* tok/s" for k in range(1, 7)),
                 r"outcome  ok, loss \d\.\d{4}", r"memory   .* MiB resident, .*",
@@ -319,7 +319,8 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     assert len(lines) == len(expected), two_ranks.out
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), (pattern, line)
-    settings = json.loads((two_ranks.folder / re.fullmatch(expected[1], lines[1])[1]).read_text())
+    assert max(map(len, lines[: lines.index("ln V = 5.5452")])) <= 100
+    settings = json.loads((two_ranks.folder / re.fullmatch(expected[4], lines[4])[1]).read_text())
     assert settings == read(two_ranks.results)[0]["flags"]
 
 

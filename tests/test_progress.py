@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -59,7 +60,7 @@ def test_launch_says_its_first_line_before_anything_is_imported_that_takes_secon
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"""raise SystemExit("{name} is being imported")\n""")
     env = dict(PYTHONPATH=str(tmp_path), NO_INSTALL="1", PYTHON=sys.executable, NPROC="2")
-    for flags_given, out, err in (([], "starting torchrun\n", {"torch is being imported"}),
+    for flags_given, out, err in (([], "importing torch, to start 2 ranks\n", {"torch is being imported"}),
                                   (["--width", "65"], "", set())):  # fmt: skip
         done = ran("bash", "launch.sh", "run", "--device", "cpu", *flags_given, **env)
         said = set(done.err.splitlines())
@@ -219,21 +220,74 @@ def test_flags_that_do_less_than_they_say_are_noted():
     assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
 
 
-def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):
+def screen(words, act=lambda pid, shown: None, **env):
+    """(what a terminal has got from a process, its exit code). act(its pid, the text so far): after each part."""
     pid, terminal_fd = pty.fork()
     if pid == 0:
-        clean = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-        env = clean | dict(TERM="xterm", OMP_NUM_THREADS="1", COLUMNS="200", NO_COLOR="1")
-        argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
-        os.execve(sys.executable, argv, env)
+        clean = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, "NO_COLOR")}
+        os.execve(words[0], words, clean | dict(TERM="xterm", OMP_NUM_THREADS="1", COLUMNS="200") | env)
     shown = b""
     try:
         while block := os.read(terminal_fd, 1 << 16):
             shown += block
+            act(pid, shown.decode("utf-8", "replace"))
     except OSError:  # how a terminal ends
         pass
     os.close(terminal_fd)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    text = shown.decode()
+    return shown.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def left_on_the_last_line(shown):
+    """What is visible on the line in which the shell will write its prompt."""
+    last = shown.rpartition("\n")[2].rpartition("\x1b[2K")[2]
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", last).strip()
+
+
+@pytest.mark.parametrize(("signum", "when", "code"), [
+    (signal.SIGINT, "importing torch", -signal.SIGINT), (signal.SIGTERM, "importing torch", -signal.SIGTERM),
+    (signal.SIGINT, "compiling", 130), (signal.SIGTERM, "compiling", 143), (signal.SIGTERM, "saving", 143),
+])  # fmt: skip
+def test_a_signal_leaves_no_spinner_before_the_prompt(signum, when, code, tmp_path):
+    sent = []
+
+    def act(pid, shown):
+        if when in shown and not sent:
+            sent.append(time.sleep(0.5))
+            os.kill(pid, signum)
+
+    argv = [*TINY, "--compile", "blocks" if when == "compiling" else "none", "--results", f"{tmp_path}/rows.jsonl"]
+    argv += ["--save", f"{tmp_path}/a", "--save-every", "1", "--steps", "5000"] * (when == "saving")
+    env = dict(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    shown, status = screen([sys.executable, f"{ROOT}/main.py", *argv], act, **env)
+    assert status == code, shown
+    assert left_on_the_last_line(shown) == "", repr(shown[-300:])
+    assert not re.search(r"\^CCtrl-C", shown)
+
+
+def test_colour_is_for_errors_notes_and_the_outcome_on_a_terminal_that_wants_it(xterm, monkeypatch):
+    text = "error: a\nstep 1  outcome\nnote: b\nnotes\noutcome  ok, loss 1\noutcome  OOM fwd, loss 1\nwarning: c"
+    plain = io.StringIO()
+    tell(text, plain)
+    assert plain.getvalue() == f"{text}\n"
+    terminal = Terminal()
+    tell(text, terminal)
+    assert terminal.getvalue().splitlines() == [
+        "\x1b[1;31merror\x1b[0m: a", "step 1  outcome", "\x1b[36mnote\x1b[0m: b", "notes",
+        "\x1b[1;32moutcome  ok\x1b[0m, loss 1", "\x1b[1;31moutcome\x1b[0m  OOM fwd, loss 1",
+        "\x1b[33mwarning\x1b[0m: c",
+    ]  # fmt: skip
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            tell(text, other := Terminal())
+            assert other.getvalue() == f"{text}\n"
+    tell("error: \x1b[31m of a file's name", terminal)
+    assert "\x1b[31m" not in terminal.getvalue()
+
+
+def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):
+    argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
+    text, code = screen(argv, NO_COLOR="1")
+    assert code == 0
     assert text.index("importing torch") < text.index("commit ") < text.index("step 1/6  loss") < text.index("outcome ")
     assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K") and not re.search(r"\x1b\[\d*m", text), "cursor, or colours"

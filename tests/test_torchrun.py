@@ -243,7 +243,8 @@ def test_told_to_end_a_rank_that_has_not_saved_after_30_s_is_named(tmp_path):
     assert run.returncode == 137
 
 
-@pytest.mark.parametrize("line", ["starting torchrun\n", "importing torch\n"])  # of torchrun, of its first rank
+# Of torchrun, of its first rank.
+@pytest.mark.parametrize("line", ["importing torch, to start 2 ranks\n", "importing torch on 2 ranks\n"])
 def test_ctrl_c_while_torch_is_imported_has_no_traceback(line):
     run = start(*TINY)
     while (said_first := run.stdout.readline()) != line:
@@ -251,7 +252,23 @@ def test_ctrl_c_while_torch_is_imported_has_no_traceback(line):
     time.sleep(0.5)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     err = said(run)
-    assert "Traceback" not in err and run.returncode == (130 if line.startswith("importing") else -signal.SIGINT), err
+    assert "Traceback" not in err and run.returncode == (130 if "on 2" in line else -signal.SIGINT), err
+
+
+def test_the_main_job_writes_a_sample_and_ends_with_what_to_do_next(tmp_path, monkeypatch, capsys):
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$MAIN_JOB $@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = dict(PYTHON=f"{tmp_path}/python", NO_INSTALL="1")
+    assert re.match("1 -m trainer.distributed.torchrun .* main.py .* --sample ", ran("bash", "launch.sh", **env).out)
+    assert ran("bash", "launch.sh", "run", "--depth", "1", **env).out.startswith(" -m trainer.distributed.torchrun")
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: None)
+    for main_job, lines in (("1", 4), ("", 0)):
+        monkeypatch.setenv("MAIN_JOB", main_job)
+        assert torchrun.main(["--standalone", "main.py"]) == 0
+        told = capsys.readouterr().out.partition("the ranks\n")[2].splitlines()
+        assert len(told) == lines and all(len(line) <= 100 for line in told)
+    for word in ("--save", "plan.py", "sweep", "docs/tutorial.md"):
+        assert word in torchrun.NEXT
 
 
 @pytest.mark.slow

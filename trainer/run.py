@@ -114,6 +114,7 @@ class Run:
             )
             self.group = None if config.world else control_group()
             self.around = around.pop_all()
+        self.watchdog.clear = self.signals.before_kill = self.progress.clear
         self.control = Control(self.signals, self.group)
         self.stragglers = Stragglers()
         self.step_cpu_s = 0.0  # of the main thread, in the last step

@@ -23,7 +23,7 @@ from trainer.measuring.steps import StepMeasurements
 from trainer.optimizer import Muon
 from trainer.step import Step
 from trainer.terminal.command_line import flag
-from trainer.terminal.text import grouped
+from trainer.terminal.text import data_lines, fitted, grouped
 
 
 class RunToSummarize(RunView, Protocol):
@@ -47,8 +47,8 @@ class RunToSummarize(RunView, Protocol):
 def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
     """What must be the same on all ranks of a run, by name. Rank 0 alone writes results and has trackers, and a
     folder of traces may be one on each host."""
-    own = "results", "tracker", "tracker_group", "wandb_mode", "wandb_tags"
-    shared = {flag(name): value for name, value in config.flat().items() if name not in own}
+    of_rank_0 = "results", "tracker", "tracker_group", "wandb_mode", "wandb_tags"
+    shared = {flag(name): value for name, value in config.flat().items() if name not in of_rank_0}
     return shared | {
         "--profile": config.profile is not None,
         "torch": torch.__version__,
@@ -63,36 +63,38 @@ def figures(run: RunToSummarize, ms: float) -> dict[str, float]:
     mfu = flops.utilisation(run.flops, ms / 1e3, step_costs.device_peak(run.environment["device"]))[
         "mfu"
     ]
-    found = dict(mfu=mfu)
+    known = dict(mfu=mfu)
     if run.step_tokens is not None:
-        found |= dict(
+        known |= dict(
             tokens=run.batches.sample * run.config.seqlen,
             tok_s=run.world * run.step_tokens / ms * 1e3,
         )
     return {
         name: value
-        for name, value in (found | run.measured.peak()).items()
+        for name, value in (known | run.measured.peak()).items()
         if isinstance(value, int | float)
     }
 
 
 def row(run: RunToSummarize, outcome: str) -> dict:
     """The row of a run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
-    c = run.config
+    config = run.config
     stats = timing.stats(run.measured.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
     tok_s = (
         run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
     )
-    compiled = c.compile != "none" and run.measured.first_step_s is not None and seconds is not None
+    compiled = (
+        config.compile != "none" and run.measured.first_step_s is not None and seconds is not None
+    )
     shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
     row = (
         run.environment
         | timing.clocks(run.device)
-        | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
+        | dict(world=flags.world_label(config, run.world), loss_kind=config.loss)
     )
-    row |= {name: getattr(c, name) for name in shown.split()} | dict(
-        attention=run.attention, flags=flags.setting(c)
+    row |= {name: getattr(config, name) for name in shown.split()} | dict(
+        attention=run.attention, flags=flags.setting(config)
     )
     row |= dict(outcome=outcome, line=os.environ.get("SWEEP_LINE"), skipped=run.finite.skipped)
     row |= dict(
@@ -136,43 +138,43 @@ ASIDE = dict(
 
 def doing(run: RunToSummarize, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
-    c = run.config
+    config = run.config
     dog = run.watchdog
     began = []
-    first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (
-        c.compile != "none"
+    first = COMPILED[config.compile] + "; minutes the first time, seconds when cached" * (
+        config.compile != "none"
     )
 
     def words() -> str:
         if not dog.begun:
-            return first if c.steps else "evaluating"
+            return first if config.steps else "evaluating"
         began[:] = began or [(time.monotonic(), dog.step)]
         start, step = began[0]
         aside = ASIDE.get(dog.place, "")
-        left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
+        left = (time.monotonic() - start) / max(1, dog.step - step) * (config.steps - dog.step + 1)
         time_left = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
         about = f", about {time_left} left" if dog.step > step else ""
         loss = "" if run.finite.loss is None else f", loss {run.finite.loss:.4f}"
-        return f"step {dog.step}/{c.steps}{loss}{about}{aside}" if live else ""
+        return f"step {dog.step}/{config.steps}{loss}{about}{aside}" if live else ""
 
     return words
 
 
-def notes(c: flags.Config) -> list[str]:
+def notes(config: flags.Config) -> list[str]:
     """What resolved flags ask for and will not get, though that is no error."""
-    found = []
-    if c.warmup >= c.steps > 0:
-        top = c.lr * c.steps / c.warmup
-        found.append(
-            f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}"
+    texts = []
+    if config.warmup >= config.steps > 0:
+        top = config.lr * config.steps / config.warmup
+        texts.append(
+            f"--warmup {config.warmup} is not below --steps {config.steps}: the learning rate ends at {top:.3g}"
         )
-    if c.world:
-        found.append(
+    if config.world:
+        texts.append(
             "ranks are simulated, and all hold the same: times and memory count, the loss is no result"
         )
-    if c.wrapper == "ddp":
-        found.append("--wrapper ddp shards nothing: --mode is replicate")
-    return [f"note: {each}" for each in found]
+    if config.wrapper == "ddp":
+        texts.append("--wrapper ddp shards nothing: --mode is replicate")
+    return [f"note: {text}" for text in texts]
 
 
 def goes_where(step: Step) -> list[str]:
@@ -182,11 +184,11 @@ def goes_where(step: Step) -> list[str]:
     names = {id(p): re.sub(r"\.\d+\.", ".*.", name) for name, p in step.model.named_parameters()}
     rest = step.optimizer.adamw.params
     both = step.optimizer.matrices, [p for p in rest if p.ndim > 1]
-    told = [
-        f"{len(each)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in each))})"
-        for each in both
+    texts = [
+        f"{len(matrices)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in matrices))})"
+        for matrices in both
     ]
-    return [f"muon for {told[0]}", f"adamw for {told[1]} and {len(rest) - len(both[1])} vectors"]
+    return [f"muon for {texts[0]}", f"adamw for {texts[1]} and {len(rest) - len(both[1])} vectors"]
 
 
 def units_in_words(rows: list, units: list[str]) -> str:
@@ -199,14 +201,16 @@ def units_in_words(rows: list, units: list[str]) -> str:
 
 def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
-    c = run.config
+    config = run.config
     env = run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
-    usual = type(c)(*(type(group)() for group in (c.training, c.system, c.output)))
-    usual = flags.filled(usual, c.device).on(run.world)
-    both = {**vars(c.training), **vars(c.system)}.items()
+    usual = type(config)(
+        *(type(group)() for group in (config.training, config.system, config.output))
+    )
+    usual = flags.filled(usual, config.device).on(run.world)
+    both = {**vars(config.training), **vars(config.system)}.items()
     different = [(name, value) for name, value in both if value != getattr(usual, name)]
     changed = [
         f"{name}={' '.join(value) if isinstance(value, tuple) else value}"
@@ -214,29 +218,33 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
     ]
     optimizer = run.step.optimizer
     still = len(run.step.optimizer.params) - run.step.optimizer.decaying
-    counted = run.uncounted
+    costs = [run.uncounted]
     if run.flops:
         causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
-        counted = f"{causal:.3f} MFLOP per token (causal; PaLM {palm:.3f}), "
-        counted += f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank"
+        costs = [
+            f"{causal:.3f} MFLOP per token (causal; PaLM {palm:.3f})",
+            f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
+        ]
+    replicated = f"{len(whole)} of {len(rows)} parameters are replicated"
+    replicated += f": under {config.min_shard_mib} MiB" * (config.min_shard_mib > 0)
     lines = [
-        f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
-        f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
-        ("  ".join(changed) or "every flag has its default")
-        + f"; all flags: {settings}" * (settings is not None),
+        f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}",
+        f"{env['device']}, {flags.world_label(config, run.world)} rank{'s' * (run.world > 1)}",
+        "  ".join(changed) or "every flag has its default",
+        *([f"all flags: {settings}"] if settings is not None else []),
         f"attention: {run.attention}",
-        f"data {run.batches.description}",
-        f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
-        f"{len(whole)} of {len(rows)} replicated"
-        + f": under {c.min_shard_mib} MiB"
-        * (c.min_shard_mib > 0),
-        f"weight decay {c.weight_decay:g} for {optimizer.decaying} parameters; none for the {still} with one dimension",
-        counted,
-        f"ln V = {math.log(c.vocab):.4f}",
+        *data_lines(run.batches.description),
+        f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank",
+        *([replicated] if whole else []),
+        f"weight decay {config.weight_decay:g} for {optimizer.decaying} parameters, "
+        f"none for the {still} with one dimension",
+        *costs,
+        f"ln V = {math.log(config.vocab):.4f}",
         *goes_where(run.step),
-        *notes(c),
+        *notes(config),
     ]
-    if c.verbose:
+    lines = fitted(lines)
+    if config.verbose:
         lines += [
             f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}"
             for r in rows

@@ -18,11 +18,14 @@ import signal
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from trainer.terminal.output import CLEAR_LINE, is_terminal
 
 # S; a signal this soon after the first is taken for the same, sent by both the launcher and the
 # terminal.
@@ -109,6 +112,7 @@ class Signals:
         self.before = {}
         self.pipe = None
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
+        self.before_kill: Callable[[], None] = lambda: None
         self.early = 0  # a signal that `look` has seen before its handler
 
     def __enter__(self):
@@ -155,11 +159,12 @@ class Signals:
             if self.speak and signum == signal.SIGINT:  # somebody sits at the terminal
                 # Stderr may be a pipe to `tee`, which the same Ctrl-C has ended.
                 with suppress(Exception):
-                    os.write(
-                        sys.__stderr__.fileno(),
-                        b"Ctrl-C: stopping after this step; again: at once\n",
-                    )
+                    line = "Ctrl-C: stopping after this step; again: at once\n"
+                    # A terminal shows "^C" and the line of Progress there.
+                    before = CLEAR_LINE if is_terminal(sys.__stderr__) else ""
+                    os.write(sys.__stderr__.fileno(), (before + line).encode())
         elif signum != signal.SIGXCPU and time.monotonic() - self.at > AGAIN_S:
+            self.before_kill()
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 

@@ -12,12 +12,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from unittest import mock
 
 from trainer.distributed.environment import check_host
-from trainer.terminal.output import import_torch, limit_behind, tell
+from trainer.terminal.output import (
+    CLEAR_LINE,
+    import_torch,
+    is_terminal,
+    limit_behind,
+    put,
+    tell,
+)
 from trainer.terminal.progress import Progress
-from trainer.terminal.text import one_line
+from trainer.terminal.text import counted, one_line
 
 # How ranks end after another one: in the same second, or ended by torchrun.
 FOLLOWING = 7, 143, -signal.SIGTERM
@@ -38,6 +46,13 @@ MEMORY = (
     "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
 )
 LATE = "; torchrun does so 30 s after it: what the rank had not saved is lost"
+
+
+NEXT = """\
+next     ./launch.sh run --depth 8 --save runs/a       # Ctrl-C saves and ends, this line resumes
+         .venv/bin/python plan.py --gpu h100 --gpus 8  # will a larger model fit, and how fast
+         ./launch.sh sweep depth --small               # settings side by side, in one table
+         docs/tutorial.md                              # your own loop: two files to copy"""
 
 
 @contextmanager
@@ -79,13 +94,22 @@ def report_first(failures: dict, when: str, hint: str) -> int:
     return 128 - code if code < 0 else code
 
 
+def ranks_to_start(argv: list[str]) -> str:
+    """What torchrun's flags say, before torch reads them: "4 ranks"."""
+    words = " ".join(argv).replace("=", " ").split()
+    for word, following in pairwise([*words, ""]):
+        if word in ("--nproc-per-node", "--nproc_per_node") and following.isdecimal():
+            return counted(int(following), "rank")
+    return "the ranks"
+
+
 def main(argv: list[str]) -> int:
     """torchrun with these flags. Returns 0, or the exit code of the first rank that failed (128 + N if signal N ended
     it), or 128 + N if signal N ended torchrun and every rank obeyed."""
     unusual = locale.getpreferredencoding(False).lower() != "utf-8"
     if unusual or any(name.startswith("TORCH_") for name in os.environ):
         import_torch(0)  # says in one line why torch cannot be imported
-    with Progress("starting torchrun"):
+    with Progress(f"importing torch, to start {ranks_to_start(argv)}"):
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -114,6 +138,12 @@ def main(argv: list[str]) -> int:
         cause = limit_behind(e) or cause
         tell(f"torchrun: {cause}: {one_line(e)}", sys.stderr)
         return 1
+    finally:
+        # A rank that was killed leaves the line of its Progress, to which the shell's prompt would be glued.
+        if sys.stdout is not None and is_terminal(sys.stdout):
+            put(f"{CLEAR_LINE}\x1b[?25h", end="", safe=True)
+    if os.environ.get("MAIN_JOB"):
+        tell(NEXT)
     return 0
 
 

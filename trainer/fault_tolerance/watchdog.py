@@ -93,6 +93,7 @@ class Watchdog(AbstractContextManager):
         self.ended = threading.Event()
         self.lock = threading.Lock()
         self.on_end: Callable[[str], None] = lambda outcome: None
+        self.clear: Callable[[], None] = lambda: None  # removes what stands on a terminal
         self.end = os._exit
         self.store = None
         self.asking = threading.Lock()
@@ -258,6 +259,7 @@ class Watchdog(AbstractContextManager):
 
     def _end(self, line: str | None, outcome: str, code: int) -> None:
         def last() -> None:
+            self.clear()
             if line is not None:
                 tell(line, sys.stderr)
             # os._exit calls no exit handler, which would give the locks of directories back.

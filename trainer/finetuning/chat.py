@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import textwrap
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,7 @@ from trainer.finetuning.messages import LEAVE_OUT
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
 from trainer.terminal.output import shown
-from trainer.terminal.text import counted
+from trainer.terminal.text import counted, data_lines
 from trainer.terminal.text import grouped as _n
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
-WIDTH = 100  # columns of --preview
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
 
@@ -324,7 +322,7 @@ class ChatBatches(ReadAhead):
                 for share, size, path in zip(self.shares, self.sizes, paths, strict=True)
             ]
             words += f", in an epoch {', '.join(parts)}"
-        words += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
+        words += f"; {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
         words += f"are learned, the longest of {_n(self.data.data.sizes[chosen].max())}"
         if self.pad != "longest":
             padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
@@ -379,10 +377,7 @@ class ChatBatches(ReadAhead):
 
     def report(self, color: bool) -> str:
         """For --preview: what a run prints of the data in short lines, and the first example of each form of lines."""
-        words = f"data {self.description}"
-        # A name or a path stays in one piece.
-        whole = dict(break_long_words=False, break_on_hyphens=False)
-        text = textwrap.fill(words, WIDTH, subsequent_indent="  ", **whole)
+        text = "\n".join(data_lines(self.description))
         forms = self.data.data.form.take(self.data.chosen).to_pylist()
         for form, count in Counter(forms).items():
             shown = self.preview(forms.index(form), color)

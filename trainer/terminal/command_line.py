@@ -73,9 +73,9 @@ def parse(
     quiet = redirect_stderr(io.StringIO()) if rank else nullcontext()
     try:
         with quiet:
-            c = _read(kind, argv, prog, description, console_outputs=rank == 0)
-        check(c)
-        return c
+            config = _read(kind, argv, prog, description, console_outputs=rank == 0)
+        check(config)
+        return config
     except (SystemExit, ValueError) as error:
         if rank:
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
@@ -87,12 +87,12 @@ def parse(
 
 @answering()
 def parse_known(
-    own: type, argv: Sequence[str], prog: str, description: str
+    kind: type, argv: Sequence[str], prog: str, description: str
 ) -> tuple[Any, list[str]]:
-    """An `own`, and the words of a command line that are no flags of it, for the parser of another program. Ends the
+    """A `kind`, and the words of a command line that are no flags of it, for the parser of another program. Ends the
     process with exit code 2 and tyro's message for a bad value."""
     try:
-        return _read(own, argv, prog, description, return_unknown_args=True)
+        return _read(kind, argv, prog, description, return_unknown_args=True)
     except ValueError as error:
         fail(str(error), 0)
 

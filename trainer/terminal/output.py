@@ -39,11 +39,11 @@ def limit_behind(error: BaseException) -> str:
         return ""
     names = {"-n": resource.RLIMIT_NOFILE, "-u": resource.RLIMIT_NPROC, "-v": resource.RLIMIT_AS}
     soft = {name: resource.getrlimit(which)[0] for name, which in names.items()}
-    told = (
+    limits = (
         f"{name} {'unlimited' if most == resource.RLIM_INFINITY else most}"
         for name, most in soft.items()
     )
-    return f"raise the limits of files, processes and memory (ulimit {', '.join(told)}), or end other programs"
+    return f"raise the limits of files, processes and memory (ulimit {', '.join(limits)}), or end other programs"
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
@@ -75,7 +75,7 @@ def shown(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     if text.isascii() and text.isprintable():
         return text
-    return "".join(each if _harmless(each) else "\ufffd" for each in text)
+    return "".join(letter if _harmless(letter) else "\ufffd" for letter in text)
 
 
 def _harmless(character: str) -> bool:
@@ -90,9 +90,27 @@ def tell_error(line: str) -> None:
     tell(line, sys.stderr)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if file and not os.path.exists(file):
-        told = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))
+        message = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))
         with suppress(OSError), open(file, "w") as stream:
-            json.dump(dict(message=told), stream)
+            json.dump(dict(message=message), stream)
+
+
+# The first word of a line -> how a terminal shows it.
+COLOURS = {"error": "1;31", "warning": "33", "note": "36", "outcome  ok": "1;32", "outcome": "1;31"}
+HEADS = re.compile(f"^(?:{'|'.join(COLOURS)})(?=[:, ])", re.MULTILINE)
+CLEAR_LINE = "\r\x1b[2K"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person looks at this stream, on a terminal that understands more than text."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """The text with the first word of errors, notes and outcomes in colour, on a terminal where NO_COLOR is not set."""
+    if os.environ.get("NO_COLOR") or not is_terminal(stream):
+        return text
+    return HEADS.sub(lambda head: f"\x1b[{COLOURS[head[0]]}m{head[0]}\x1b[0m", text)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -100,7 +118,7 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
-        put(text, stream=stream)
+        put(coloured(shown(text), stream), stream=stream, safe=True)
     except (OSError, ValueError) as error:
         _mute(stream)
         if stream is not sys.stderr:
@@ -134,11 +152,13 @@ def filter_libraries() -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         tell(text.rstrip("\n"), file or sys.stderr)
 
-    def record(*args, **kwargs) -> logging.LogRecord:
-        made = logging.LogRecord(*args, **kwargs)
-        with suppress(Exception):  # a logger's own mistake is told by itself
-            made.msg, made.args = shown(made.getMessage()), None
-        return made
+    def make_record(*args, **kwargs) -> logging.LogRecord:
+        record = logging.LogRecord(*args, **kwargs)
+        with suppress(
+            Exception
+        ):  # logging itself reports a message that does not fit its arguments
+            record.msg, record.args = shown(record.getMessage()), None
+        return record
 
     def uncaught(kind, error, trace):
         if fix := limit_behind(error):
@@ -146,7 +166,7 @@ def filter_libraries() -> None:
         tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), sys.stderr)
 
     warnings.showwarning = warn
-    logging.setLogRecordFactory(record)
+    logging.setLogRecordFactory(make_record)
     sys.excepthook = uncaught
 
 

@@ -6,19 +6,20 @@ one_line(error)                        # ValueError: what it says, without line 
 markdown([("run", ["a"]), ("ms", ["1.5"])])      # a table
 """
 
+import textwrap
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """ "; did you mean X?" with up to three of `choices` that are spelled like `word` or hold it, or an empty one."""
-    found = {choice.strip("-").replace("-", "_"): choice for choice in choices if choice != word}
+    plain = {choice.strip("-").replace("-", "_"): choice for choice in choices if choice != word}
     key = word.strip("-").replace("-", "_")
-    like = (
-        get_close_matches(key, found, 3, 0.7)
-        or [each for each in found if len(key) > 2 and f"_{key}" in each][:3]
+    similar = (
+        get_close_matches(key, plain, 3, 0.7)
+        or [name for name in plain if len(key) > 2 and f"_{key}" in name][:3]
     )
-    return f"; did you mean {' or '.join(found[each] for each in like)}?" if like else ""
+    return f"; did you mean {' or '.join(plain[name] for name in similar)}?" if similar else ""
 
 
 def one_line(error: BaseException, most: int = 300, kind: bool = True) -> str:
@@ -36,6 +37,27 @@ def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") ->
 def counted(number: int, what: str) -> str:
     """1 line; 14'550 lines."""
     return f"{grouped(number)} {what}{'s' * (number != 1)}"
+
+
+def on_ranks(number: int) -> str:
+    """ " on 4 ranks", or nothing for one."""
+    return f" on {number} ranks" if number > 1 else ""
+
+
+def fitted(lines: Iterable[str], width: int = 100) -> list[str]:
+    """Lines of at most `width` columns: a longer one goes on indented. Names and paths stay in one piece."""
+    whole = dict(break_long_words=False, break_on_hyphens=False, subsequent_indent="    ")
+    return [
+        part
+        for line in lines
+        for part in (textwrap.wrap(line, width, **whole) if len(line) > width else [line])
+    ]
+
+
+def data_lines(description: str) -> list[str]:
+    """What a run trains on, each fact of it (up to a ";") on a line of its own."""
+    data, *more = description.split("; ")
+    return fitted([f"data {data}", *(f"     {fact}" for fact in more)])
 
 
 def _in_a_cell(text: str) -> str:
