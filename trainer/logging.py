@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.terminal.output import regular, tell
-from trainer.terminal.text import grouped
+from trainer.terminal.text import grouped, one_line
 from trainer.trackers import TrackerOptions, Trackers
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
@@ -337,8 +337,7 @@ class Sinks:
             action()
         except Exception as error:  # whatever it is, the run is worth more
             if sink not in self._warned:
-                told = f"{sink}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                tell(f"warning: {told}; the run goes on", sys.stderr)
+                tell(f"warning: {sink}: {one_line(error)}; the run goes on", sys.stderr)
             self._warned.add(sink)
             return False
         return True

@@ -129,7 +129,7 @@ class Trackio:
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         name = options.ids.get("trackio") or f"{options.name or ''} {run_name}".strip()
         resume = "allow" if "trackio" in options.ids else "never"
-        # Its own threads would log the load of the machine every 10 s, which other programs share.
+        # Its threads would log the load of the machine every 10 s, which other programs share.
         usage = dict(auto_log_cpu=False, auto_log_gpu=False)
         with redirect_stdout(io.StringIO()):
             self.run = trackio.init(
@@ -179,21 +179,21 @@ class TensorBoard:
         continued = options.ids.get("tensorboard", "")
         resumes = bool(continued) and ".." not in continued and not os.path.isabs(continued)
         self.id = continued if resumes else "/".join([*parts, run_name])
-        own = folder / "tensorboard" / self.id
-        own.mkdir(parents=True, exist_ok=True)
-        self.file = open(own / f"events.out.tfevents.{time.time():.6f}.{run_name}", "ab")
+        run_folder = folder / "tensorboard" / self.id
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(run_folder / f"events.out.tfevents.{time.time():.6f}.{run_name}", "ab")
         self.writer = RecordWriter(self.file)
         self.place = f"tensorboard --logdir {os.path.relpath(folder / 'tensorboard')}"
         self.first_step = 0
         self._write(file_version="brain.Event:2")
         # Of a run that continues, TensorBoard then drops the steps that are done again.
         self.restart = SessionLog(status=SessionLog.START) if resumes else None
-        known = {
+        plain = {
             name: value if isinstance(value, str | int | float) else str(value)
             for name, value in config.items()
             if value is not None
         }
-        self._write(summary=hparams_pb(known))
+        self._write(summary=hparams_pb(plain))
 
     def _write(self, **content) -> None:
         event = self.make_event(wall_time=time.time(), **content)
