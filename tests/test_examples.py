@@ -67,6 +67,7 @@ def steps_of(printed):
     return [[float(word) for word in re.findall(r"[\d.]+", line)] for line in printed.splitlines() if "loss" in line]
 
 
+@pytest.mark.long
 def test_a_script_on_ddp_and_its_port_print_the_same_to_the_digit_resumed_or_not(tmp_path):
     """Accumulation, clipping, schedule, EMA, evaluation, checkpoint: docs/tutorial.md begins with these files."""
     theirs = on_two_ranks(DDP, cwd=tmp_path)

@@ -296,6 +296,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
     assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: no progress for 2 s")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path):
     """By the CPU time of its steps: the others, which wait for it, take as long by the clock."""
     done = two(tmp_path, "--steps", "64", "--log-every", "1", SLOW="1:0.03")

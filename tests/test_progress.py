@@ -217,6 +217,8 @@ def test_flags_that_do_less_than_they_say_are_noted():
     assert told("--warmup 50 --steps 10 --lr 1") == [
         "note: --warmup 50 is not below --steps 10: the learning rate ends at 0.2"
     ]
+    assert "--compile none starts at once" in told("--world 8")[-1]
+    assert not [line for line in told("--world 8 --compile none") if "at once" in line]
     assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
 
 

@@ -54,6 +54,7 @@ def told(step):
     return state_of(step)["trackers"].get("wandb")
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, trains, wandb, monkeypatch):
     monkeypatch.setattr(step_costs, "device_peak", lambda name: 1e9)
     saving = ["--save", "a", *ONLINE, "--log-every", 1]
@@ -76,6 +77,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, trains, wandb, mo
     assert told("a/step-00000007") == "new"
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_an_id_and_one_from_elsewhere_begin_a_run_in_wandb(trains, wandb):
     trains("--save", "a", "--steps", 2)
     assert told("a/step-00000002") is None
@@ -289,6 +291,7 @@ print(run.trackers.places)
 """
 
 
+@pytest.mark.long
 def test_trackio_has_each_step_and_a_resumed_run_continues_it(tmp_path):
     pytest.importorskip("trackio")
     env = dict(TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
@@ -301,6 +304,7 @@ def test_trackio_has_each_step_and_a_resumed_run_continues_it(tmp_path):
     assert places == "{'trackio': 'trackio show --project simple-fsdp-trainer'}"
 
 
+@pytest.mark.long
 def test_a_run_that_a_signal_or_its_watchdog_ends_has_all_rows_in_wandb(tmp_path):
     """Neither leaves W&B a moment at the end of the process, which loses what it has held back: 11 to 16 s of rows."""
     pytest.importorskip("wandb")

@@ -172,6 +172,10 @@ def notes(config: flags.Config) -> list[str]:
         texts.append(
             "ranks are simulated, and all hold the same: times and memory count, the loss is no result"
         )
+        if config.device == "cpu" and config.compile not in ("none", "blocks"):
+            texts.append(
+                "on a CPU the first step compiles for a minute or two; --compile none starts at once"
+            )
     if config.wrapper == "ddp":
         texts.append("--wrapper ddp shards nothing: --mode is replicate")
     return [f"note: {text}" for text in texts]
