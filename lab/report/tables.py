@@ -264,6 +264,20 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
     ]
 
 
+def first_step(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """From the command to its first step and result, by the compile cache (lab/benchmarks/first_step.py)."""
+    rows = [row for row in rows if row.get("study") == "first_step"]
+    rows = published.newest(rows, lambda row: (row["name"], row["cache"]))
+    columns = [(title, [row[title] for row in rows]) for title in ("name", "cache")]
+    for title, key in (
+        ("command, s", "command_s"),
+        ("command, CPU s", "command_cpu_s"),
+        ("first step, CPU s", "first_step_cpu_s"),
+    ):
+        columns.append((title, [grouped(row[key], 1) for row in rows]))
+    return rows, columns
+
+
 LAYOUTS = {
     "compile": compile_modes,
     "peaks": peaks,
@@ -272,6 +286,7 @@ LAYOUTS = {
     "loss": loss,
     "runs": runs,
     "sent": sent,
+    "first_step": first_step,
     "fit": fit,
     "nodes": nodes,
     "versions": versions,
