@@ -555,6 +555,20 @@ raise ValueError({CONTROLS!r})
     assert done.err.count("]52;c;eA==") == 3 and not {*done.err} & {*"\x1b\x07\x9b\u202e"}, done.err
 
 
+def test_a_warning_of_a_library_about_an_error_is_one_line_without_a_traceback():
+    code = """
+import logging
+from trainer.terminal.output import filter_libraries
+filter_libraries()
+try:
+    1 / 0
+except Exception:
+    logging.warning("a file of the cache is made again", exc_info=True)
+"""
+    done = ran(sys.executable, "-c", code)
+    assert done.err == "WARNING:root:a file of the cache is made again (ZeroDivisionError: division by zero)\n"
+
+
 def test_texts_of_any_script_stay_as_they_are():
     for text in ("\u00e4 \u6f22\u3000\u5b57\u00a0\U0001f600\n\ta", "plain"):
         assert output.shown(text) == text

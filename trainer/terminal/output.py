@@ -154,10 +154,13 @@ def filter_libraries() -> None:
 
     def make_record(*args, **kwargs) -> logging.LogRecord:
         record = logging.LogRecord(*args, **kwargs)
-        with suppress(
-            Exception
-        ):  # logging itself reports a message that does not fit its arguments
+        # Logging itself reports a message that does not fit its arguments.
+        with suppress(Exception):
             record.msg, record.args = shown(record.getMessage()), None
+            # Torch's caches warn with a traceback of each entry that cannot be loaded.
+            if record.levelno < logging.ERROR and record.exc_info and record.exc_info[1]:
+                record.msg += f" ({one_line(record.exc_info[1], 200)})"
+                record.exc_info = None
         return record
 
     def uncaught(kind, error, trace):
