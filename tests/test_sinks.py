@@ -4,6 +4,7 @@
 """
 
 import errno
+import fcntl
 import io
 import json
 import math
@@ -13,8 +14,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -91,6 +94,31 @@ def test_a_line_that_was_left_unfinished_spoils_no_other(tmp_path):
     append_jsonl(path, {"k": 3})
     append_jsonl(path, {"k": 4})
     assert path.read_text() == '{"k": 1}\n{"k": 2, "lo\n{"k": 3}\n{"k": 4}\n'
+
+
+def test_a_results_file_that_another_process_keeps_locked_is_written_to_after_one_warning(
+    tmp_path, monkeypatch, capsys
+):
+    """A run waited for the lock until its watchdog ended it with 7, although it was done and saved."""
+    monkeypatch.setattr(sinks, "LOCK_S", 0.3)
+    monkeypatch.setattr(sinks, "KEPT_LOCKED", set())
+    path = tmp_path / "0.jsonl"
+    with open(path, "w") as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        for _ in range(3):
+            append_jsonl(path, dict(a=1))
+        assert 0.3 < time.monotonic() - begin < 0.6, "waits once"
+    assert path.read_text() == '{"a": 1}\n' * 3
+    assert capsys.readouterr().err == f"warning: {path}: another process keeps it locked; it is written to\n"
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ESTALE, errno.EIO])
+def test_a_file_system_that_fails_to_lock_gets_its_lines(error, tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+    for _ in range(2):
+        append_jsonl(tmp_path / "rows.jsonl", dict(a=1))
+    assert (tmp_path / "rows.jsonl").read_text() == '{"a": 1}\n' * 2
 
 
 def test_steps_and_row_go_to_files_that_name_each_other(tmp_path, sinks_of):

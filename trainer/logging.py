@@ -49,6 +49,8 @@ DECODER = json.JSONDecoder(
     object_pairs_hook=_shared,
     parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get,
 )
+LOCK_S = 5.0  # that another process may keep a file locked
+KEPT_LOCKED: set[str] = set()  # paths that one kept for longer
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(
     r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$",
@@ -91,9 +93,7 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
     line = (json.dumps(_plain(obj), allow_nan=False) + "\n").encode()
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        with suppress(OSError):  # a file system without locks
-            # A line that another process is still writing is not unfinished.
-            fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file, path)
         if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
             line = b"\n" + line
         if os.write(file, line) != len(line):
@@ -102,6 +102,23 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
             os.fsync(file)
     finally:
         os.close(file)
+
+
+def _lock(file: int, path: str | Path) -> None:
+    """Waits for the lock of an open file, with which a line that another process is still writing is not taken for an
+    unfinished one. Goes on without it, with one warning, where another process keeps it for longer than LOCK_S: lines
+    are whole all the same, each of them being one write."""
+    until = time.monotonic() + LOCK_S * (str(path) not in KEPT_LOCKED)
+    with suppress(OSError):  # a file system without locks
+        while True:
+            with suppress(BlockingIOError):
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        if str(path) not in KEPT_LOCKED:
+            KEPT_LOCKED.add(str(path))
+            tell(f"warning: {path}: another process keeps it locked; it is written to", sys.stderr)
 
 
 def _write(path: Path, text: str) -> None:
