@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import struct
 import sys
 import time
@@ -20,13 +21,15 @@ import torch
 import torch.distributed as dist
 from fixtures import outcome
 from forked import Job
-from running import ROOT, TINY, fails, python, read
+from harness import free_port
+from running import ROOT, TINY, fails, python, read, resolved
 from saved import steps_in
 
 from trainer import config as flags
 from trainer import data
 from trainer.config import Output, System, Training
 from trainer.data import Batches
+from trainer.distributed import environment, launch, torchrun
 from trainer.distributed.environment import ranks
 from trainer.measuring import memory
 from trainer.terminal import output
@@ -69,9 +72,50 @@ def test_without_torchrun_what_it_left_behind_does_not_count(train, environ):
     assert train("--steps", 1).row["world"] == 1
 
 
+@pytest.mark.parametrize("other", ["nobody", pytest.param("another program", marks=pytest.mark.slow)])
+def test_ranks_one_of_which_takes_another_host_for_the_first_end_alike_within_one_bound(other, environ, capfd):
+    """Rank 0 waits for it in vain; rank 1 finds nobody at that address, or what accepts it and is silent, for which
+    torch would wait without end. Neither prints a stack."""
+    lines = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if other == "nobody":
+            server.close()
+        for rank in ("0", "1"):
+            wrong = server.getsockname()[1] if other != "nobody" else free_port()
+            environ(**GOOD | dict(RANK=rank, MASTER_PORT=str(wrong if rank == "1" else free_port())))
+            begin = time.monotonic()
+            with pytest.raises(ValueError, match="the ranks have not met within 1 s") as caught:
+                launch.connect(resolved(), int(rank), 0, 2, timeout=1)
+            assert time.monotonic() - begin < 15
+            lines.append(str(caught.value))
+    end = "; does MASTER_ADDR mean the first host on every host, and do all ranks run?"
+    assert all(line.startswith("MASTER_ADDR:MASTER_PORT 127.0.0.1:") and line.endswith(end) for line in lines), lines
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_name_of_a_host_is_told_with_the_address_that_it_has_here():
+    assert environment.address_of("127.0.0.1") == "127.0.0.1"
+    assert re.fullmatch(r"localhost \((127\.0\.0\.1|::1) on this host\)", environment.address_of("localhost"))
+    assert environment.address_of("no-such-host.invalid") == "no-such-host.invalid"
+
+
+def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_torch(monkeypatch, capfd):
+    monkeypatch.setattr(torchrun, "STATIC_S", 0.5)
+    monkeypatch.setattr(torchrun, "ELASTIC_S", 0.5)
+    address = f"127.0.0.1:{free_port()}"
+    static = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port", address.partition(":")[2]
+    elastic = "--nnodes 1:2 --rdzv-backend c10d --rdzv-conf is_host=0 --rdzv-endpoint", address
+    for words in (static, elastic):
+        assert torchrun.main([*" ".join(words).split(), "main.py"]) == 1
+        line = capfd.readouterr().err.splitlines()[-1]
+        assert line.startswith("torchrun: the first host, by which all meet, does not answer; start all again")
+        assert "where MASTER_ADDR means it on every host; here it is 127.0.0.1: " in line
+
+
 @pytest.mark.parametrize(("error", "fix"), [
     (dist.DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined."), "do all ranks run"),
-    (dist.DistNetworkError("The client socket has timed out\n  frame #0"), "is it the first rank's address"),
+    (dist.DistBackendError("NCCL error in: x.cpp:1"), "is it the first rank's address"),
+    (dist.DistNetworkError("The client socket has timed out\n  frame #0"), "mean the first host on every host"),
     (dist.DistNetworkError("... port: 29511 ... EADDRINUSE: address already in use"), "choose another port"),
 ])  # fmt: skip
 def test_ranks_that_do_not_meet_are_told_the_address(error, fix, train, monkeypatch):

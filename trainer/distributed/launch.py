@@ -9,12 +9,14 @@ rank; with --world it is a simulated one (trainer/distributed/simulated_world.py
 """
 
 import os
+import re
 import secrets
 import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -24,8 +26,10 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-from trainer.distributed.environment import has_launcher
+from trainer.distributed.environment import address_of, has_launcher, wait_for_listener
 from trainer.terminal.output import limit_behind
+
+SLOW_S = 5  # by which torch's own limits are exceeded on a busy machine
 
 
 def set_deterministic(on: bool) -> None:
@@ -57,11 +61,12 @@ def skip_probes_of_vector_instructions() -> None:
             return
 
 
-def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group, which must not exist yet, and returns the device of this rank. c: the flags `device`,
-    `world` and `link`. timeout: seconds that a collective may take, in groups made later too; 0: torch's own limit.
-    Raises ValueError, one line with the fix: a device that is not there, too few GPUs, ranks that do not meet."""
-    cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
+def connect(config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
+    """Joins the process group, which must not exist yet, and returns the device of this rank. config: the flags
+    `device`, `world` and `link`. timeout: seconds that a collective may take, in groups made later too; 0: torch's own
+    limit. Raises ValueError, one line with the fix: a device that is not there, too few GPUs, ranks that do not
+    meet."""
+    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
     torchrun = bool(os.environ.get("RANK"))
     device = torch.device("cpu")
     limit = {}
@@ -75,7 +80,7 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
         ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
         if ranks > n:  # every rank raises it, also one that would have a GPU
             raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
-        if not c.world and not dist.is_nccl_available():
+        if not config.world and not dist.is_nccl_available():
             raise ValueError(
                 f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu"
             )
@@ -89,31 +94,80 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
         c10d = dist.distributed_c10d
         limit["timeout"] = timedelta(seconds=timeout)
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
-    if c.world:
-        simulated_world.start(c.world, simulated_world.link(c.link), device)
+    if config.world:
+        simulated_world.start(config.world, simulated_world.link(config.link), device)
         return device
+    patience = timeout or dist.distributed_c10d.default_pg_timeout.total_seconds()
     connected = threading.Event()
     threading.Thread(target=end_without_launcher, args=(connected,), daemon=True).start()
     try:
         if torchrun:
-            store, *_ = next(dist.rendezvous("env://", **limit))
+            store = meet(rank, patience)
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
             store = fresh(store, rank, world) if restarts else first_here(store, rank)
             how |= dict(store=store, rank=rank, world_size=world)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **how, **limit)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as e:
-        address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-        where = f"MASTER_ADDR:MASTER_PORT {':'.join(address)}: " * torchrun
-        told = str(e).splitlines()[0]
+    except (RuntimeError, TimeoutError) as e:
+        host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        where = f"MASTER_ADDR:MASTER_PORT {host}:{port}: " * torchrun
+        cause = str(e).splitlines()[0]
         fix = limit_behind(e) or "is it the first rank's address, and do all ranks run?"
-        if "in use" in told:
+        if "in use" in cause:
             fix = "choose another port"
-        raise ValueError(f"{where}{told}; {fix}") from e
+        elif torchrun and re.search("timed? ?out|nobody answers", cause, re.IGNORECASE):
+            where = f"MASTER_ADDR:MASTER_PORT {address_of(host)}:{port}: the ranks have not met within {patience:g} s: "
+            fix = "does MASTER_ADDR mean the first host on every host, and do all ranks run?"
+        raise ValueError(f"{where}{cause}; {fix}") from e
     finally:
         connected.set()
     return device
+
+
+def meet(rank: int, seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT. TimeoutError or DistError: no store answers there within so many seconds,
+    or not all ranks come to it."""
+    until = time.monotonic() + seconds
+    if rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        wait_for_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), seconds)
+    left = max(1, until - time.monotonic())
+    answers: list[dist.Store | Exception] = []
+
+    def ask() -> None:
+        try:
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=left)))
+            answers.append(store)
+        except Exception as error:
+            answers.append(error)
+
+    # A thread: what listens there may be no store, and torch waits for its first word without end.
+    thread = threading.Thread(target=ask, daemon=True)
+    with without_stderr_of_torch():
+        thread.start()
+        thread.join(left + SLOW_S)
+    if not answers:
+        raise TimeoutError("nobody answers there as a store of torch does")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+@contextmanager
+def without_stderr_of_torch() -> Iterator[None]:
+    """Inside it, what torch's C++ code writes to stderr is lost: stack frames of errors that it also raises. Nothing is
+    lost where TORCH_CPP_LOG_LEVEL asks for it."""
+    if os.environ.get("TORCH_CPP_LOG_LEVEL"):
+        yield
+        return
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def end_without_launcher(connected: threading.Event) -> None:

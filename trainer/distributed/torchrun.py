@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from unittest import mock
 
-from trainer.distributed.environment import check_host
+from trainer.distributed.environment import address_of, check_host, wait_for_listener
 from trainer.terminal.output import (
     CLEAR_LINE,
     import_torch,
@@ -45,6 +45,7 @@ STOPPED = {None, 0} | {
 MEMORY = (
     "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
 )
+ELASTIC_S, STATIC_S = 60, 600  # torch's own limits of the wait for the first host
 LATE = "; torchrun does so 30 s after it: what the rank had not saved is lost"
 
 
@@ -121,8 +122,15 @@ def main(argv: list[str]) -> int:
     args = run.parse_args(argv)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
         args.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-    check_host(args.rdzv_endpoint.rpartition(":")[0].strip("[]") or args.master_addr)
+    endpoint, _, port = args.rdzv_endpoint.rpartition(":")
+    host = endpoint.strip("[]") or args.master_addr
+    port = int(port) if port.isdecimal() else int(args.master_port or 29500)
+    check_host(host)
     try:
+        if "is_host=0" in args.rdzv_conf:
+            wait_for_listener(host, port, ELASTIC_S)
+        elif args.rdzv_backend == "static" and args.node_rank > 0:
+            wait_for_listener(host, port, STATIC_S)
         with failures_after_signal() as failures:
             run.run(args)
     except SignalException as e:
@@ -131,8 +139,12 @@ def main(argv: list[str]) -> int:
         return 128 + e.sigval
     except ChildFailedError as e:
         return report_first(e.failures, ", the first of this host to fail", MEMORY)
-    except (DistError, RendezvousError) as e:
+    except (DistError, RendezvousError, TimeoutError) as e:
         cause = "the first host, by which all meet, does not answer; start all again with the same lines"
+        if isinstance(e, TimeoutError):
+            cause += f", where MASTER_ADDR means it on every host; here it is {address_of(host)}"
+        elif "waiting for clients" in str(e):
+            cause = f"not all hosts have come; MASTER_ADDR must mean this one on each, {address_of(host)}"
         if "EADDRINUSE" in str(e) or "in use" in str(e):
             cause = "another program uses the port by which all meet; choose another MASTER_PORT"
         cause = limit_behind(e) or cause
