@@ -1,7 +1,7 @@
 """Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
 
-    found = find_start(config, batches, group, model.identity)    # newest usable step, or None: start fresh
-    load(found, step, group)                                      # in place, into any number of ranks and any mode
+    checkpoint = find_start(config, batches, group, model.identity)    # newest usable step, or None: start fresh
+    load(checkpoint, step, group)                                      # in place, into any number of ranks and any mode
 
 A step is a directory of DCP's files, train_state.json and manifest.json (size and CRC-32 of the others). Checksums find
 accidents, not forgery, but no file can run code: `.metadata` is unpickled through an allow-list. Random state is not
@@ -106,7 +106,7 @@ class TrainState:  # how far a run is
         )
 
 
-class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
+class Checkpoint(NamedTuple):  # a verified checkpoint, its tensors not yet read
     path: str
     about: dict  # train_state.json
     state: TrainState
@@ -174,7 +174,9 @@ def _check_entries(about: dict) -> None:
 def _is_covered(t: TensorStorageMetadata) -> bool:
     """Whether the chunks of a tensor are all of it, each element once: slices along one dimension, as ranks save."""
     size = [*t.size, 1]  # a scalar has a dimension, too
-    chunks = sorted(([*c.offsets, 0], [*c.sizes, 1]) for c in t.chunks if 0 not in c.sizes)
+    chunks = sorted(
+        ([*chunk.offsets, 0], [*chunk.sizes, 1]) for chunk in t.chunks if 0 not in chunk.sizes
+    )
     if not chunks:
         return 0 in size
     along = next((d for d, n in enumerate(size) if chunks[0][1][d] != n), 0)
@@ -196,14 +198,16 @@ def _check_chunks(metadata: Metadata, files: dict) -> None:
     stored = metadata.storage_data
     if bare := [name for name, t in tensors.items() if not _is_covered(t)]:
         raise ValueError(f"the chunks of {bare[0]} are not the whole tensor, each element once")
-    chunks = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
+    chunks = {
+        MetadataIndex(name, chunk.offsets) for name, t in tensors.items() for chunk in t.chunks
+    }
     if lost := chunks - stored.keys():
         raise ValueError(f"names no file for a chunk of {min(lost, key=str).fqn}")
     if foreign := {info.relative_path for info in stored.values()} - files.keys():
         raise ValueError(f"reads {sorted(foreign)[0]!r}, which is not in the manifest")
 
 
-def _open(path: str, files: dict) -> Found:
+def _open(path: str, files: dict) -> Checkpoint:
     """A step whose `files`, those of its manifest, are verified. Raises Damaged; CheckpointError for a newer format."""
     where = os.path.join(path, "train_state.json")
     try:
@@ -237,22 +241,24 @@ def _open(path: str, files: dict) -> Found:
         raise CheckpointError(f"{where}: {error.strerror}") from error
     except Exception as error:  # whatever a strange pickle leads to
         raise Damaged(f"{where}: {one_line(error)}") from error
-    return Found(path, about, state, metadata)
+    return Checkpoint(path, about, state, metadata)
 
 
-def find_start(c: Config, batches: Batches, group: Group, identity: dict[str, Any]) -> Found | None:
+def find_start(
+    config: Config, batches: Batches, group: Group, identity: dict[str, Any]
+) -> Checkpoint | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
     `drop`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
     Raises CheckpointError, also where --save holds steps later than the one to start from, DataError for other data
     than the checkpoint's, and Refused where another run writes to --save or ranks see different directories."""
     with ExitStack() as undo:
-        if c.save is not None:
-            undo.callback(drop, c.save)
-            _claim(c.save, group)
-        found = _find_start(c, batches, group, identity)
-        if found is None or found.state.step < c.steps:
+        if config.save is not None:
+            undo.callback(drop, config.save)
+            _claim(config.save, group)
+        checkpoint = _find_start(config, batches, group, identity)
+        if checkpoint is None or checkpoint.state.step < config.steps:
             undo.pop_all()  # the run will write: it keeps the lock
-    return found
+    return checkpoint
 
 
 def _claim(folder: str, group: Group) -> None:
@@ -267,34 +273,41 @@ def _claim(folder: str, group: Group) -> None:
         )
 
 
-def _find_start(c: Config, batches: Batches, group: Group, identity: dict) -> Found | None:
-    folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
-    present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
-    found = newest(paths, group)
-    if found is not None:
-        _check(found, c, batches, identity)
-        if c.keep_best and f"step-{found.state.best_step or 0:08d}" not in present:
-            found.state.best = found.state.best_step = None  # was not kept, or not in --save
-        say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
-        if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
-            found.state.origin = on_rank_0(partial(_mark, found.path), group)
+def _find_start(
+    config: Config, batches: Batches, group: Group, identity: dict
+) -> Checkpoint | None:
+    folder = dict(auto=config.save, never=None).get(config.resume, config.resume)
+    present, paths, continued = on_rank_0(partial(_look, config.save, folder), group)
+    checkpoint = newest(paths, group)
+    if checkpoint is not None:
+        _check(checkpoint, config, batches, identity)
+        if config.keep_best and f"step-{checkpoint.state.best_step or 0:08d}" not in present:
+            # It was not kept, or is not in --save.
+            checkpoint.state.best = checkpoint.state.best_step = None
+        say(
+            f"{checkpoint.path}: resuming after step {checkpoint.state.step}, sample {checkpoint.state.samples}"
+        )
+        if config.save is None or not on_rank_0(
+            partial(_within, checkpoint.path, config.save), group
+        ):
+            checkpoint.state.origin = on_rank_0(partial(_mark, checkpoint.path), group)
             # Several runs may begin here, each of its own in trackers and files.
-            found.state.trackers = {}
-            found.state.run = None
-    elif c.resume not in ("auto", "never"):
+            checkpoint.state.trackers = {}
+            checkpoint.state.run = None
+    elif config.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
-    elif c.save is not None and not present:
-        say(f"none in {c.save}: starting fresh")
-    first = f"step-{found.state.step if found else 0:08d}"
+    elif config.save is not None and not present:
+        say(f"none in {config.save}: starting fresh")
+    first = f"step-{checkpoint.state.step if checkpoint else 0:08d}"
     later = [name for name in present if name > first]
-    if later and not (c.resume == "auto" or again):
+    if later and not (config.resume == "auto" or continued):
         raise CheckpointError(
-            f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
+            f"--save {config.save}: holds {later[0]}, which this run would come to; continue that one "
             "(--resume auto), move it away, or save elsewhere"
         )
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
-        on_rank_0(partial(_set_aside, c.save, later), group)
-    return found
+        on_rank_0(partial(_set_aside, config.save, later), group)
+    return checkpoint
 
 
 def _within(path: str, folder: str) -> bool:
@@ -350,31 +363,31 @@ def _offered(folder: str, flag: str = "") -> list[str]:
     return [os.path.join(os.path.normpath(folder), name) for name in steps_in(folder)]
 
 
-def find(folder: str) -> Found:
+def find(folder: str) -> Checkpoint:
     """The newest good step in a directory of steps, or that step itself, verified. Raises CheckpointError."""
-    found = newest(on_rank_0(partial(_offered, folder)), None)
-    if found is None:
+    checkpoint = newest(on_rank_0(partial(_offered, folder)), None)
+    if checkpoint is None:
         raise CheckpointError(f"{folder}: holds no checkpoint (step-<8 digits>)")
-    return found
+    return checkpoint
 
 
-def newest(paths: list[str], group: Group = None) -> Found | None:
+def newest(paths: list[str], group: Group = None) -> Checkpoint | None:
     """The first of these steps whose files are as they were saved; None without paths. Raises Damaged if all are."""
     damaged = []
     for path in paths:
         try:
-            found = _verified(path, group)
+            checkpoint = _verified(path, group)
         except Damaged as problem:
             damaged.append(problem)
         else:
             for problem in damaged:
                 say(f"{problem}; going back to {path}")
-            return found
+            return checkpoint
     if damaged:
         raise damaged[0]
 
 
-def _verified(path: str, group: Group) -> Found:
+def _verified(path: str, group: Group) -> Checkpoint:
     """Opens a step after checking each of its files on one rank, or on every rank if the nodes have copies of their
     own. Raises Damaged, or CheckpointError where these are not copies of one step."""
 
@@ -399,10 +412,12 @@ def _verified(path: str, group: Group) -> Found:
     return opened[0]
 
 
-def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
-    """Raises CheckpointError or DataError where these flags cannot go on from `found`; else says which have changed."""
-    about = found.about
-    flags = json.loads(json.dumps(asdict(c.training)))
+def _check(
+    checkpoint: Checkpoint, config: Config, batches: Batches, identity: dict[str, Any]
+) -> None:
+    """Raises CheckpointError or DataError where these flags cannot go on from it; else says which have changed."""
+    about = checkpoint.about
+    flags = json.loads(json.dumps(asdict(config.training)))
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     before = about["training"]
     saved = about["model"]
@@ -413,41 +428,45 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     both = {flag(k): (before.get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {
         "--effective-batch": (about["global_batch"], batches.global_batch),
-        HELD: tuple("yes" if every else "no" for every in (before.get("eval_every"), c.eval_every)),
+        HELD: tuple(
+            "yes" if every else "no" for every in (before.get("eval_every"), config.eval_every)
+        ),
         "torch": (about["torch"], torch.__version__),
         "ranks": (about["world"], dist.get_world_size()),
     }
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
-    cast = c.cast and "--adam-dtype" in changed
+    cast = config.cast and "--adam-dtype" in changed
     if fixed := [
         name
         for name in changed
         if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")
     ]:
-        told = ", ".join(changed[name] for name in fixed)
+        differences = ", ".join(changed[name] for name in fixed)
         hints = "; ".join(filter(None, map(FIXED.get, fixed)))
-        where = "name another directory in --save" if c.resume == "auto" else "leave out --resume"
+        where = (
+            "name another directory in --save" if config.resume == "auto" else "leave out --resume"
+        )
         raise CheckpointError(
-            f"{found.path}: was saved with {told}, which a resumed run must keep"
+            f"{checkpoint.path}: was saved with {differences}, which a resumed run must keep"
             + f" ({hints})" * (hints != "")
             + f"; to begin afresh, {where}"
         )
     if about["data"]["fingerprint"] != batches.fingerprint:
-        source = c.data if isinstance(c.data, str) else " ".join(c.data)
+        source = config.data if isinstance(config.data, str) else " ".join(config.data)
         raise DataError(
-            f"--data {source}: expected the data of {found.path} ({about['data']['description']}), found "
+            f"--data {source}: expected the data of {checkpoint.path} ({about['data']['description']}), found "
             f"{batches.description}; give the same files"
         )
     if changed:
         say(f"was saved with {', '.join(changed.values())}; the command line wins")
     if cast:
         say(
-            f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {c.adam_dtype}"
+            f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {config.adam_dtype}"
         )
         for name, entry in about["tensors"].items():
             if name[:2] in ("m.", "v."):
                 # What `load` expects; DCP converts what it copies.
-                entry[1] = str(DTYPES[c.adam_dtype])
+                entry[1] = str(DTYPES[config.adam_dtype])
 
 
 def tensors(step: Step) -> dict[str, Tensor]:
@@ -472,35 +491,37 @@ def table_of(state: dict[str, Tensor]) -> dict[str, list]:
     return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
 
 
-def load(found: Found, step: Step, group: Group = None) -> None:
+def load(checkpoint: Checkpoint, step: Step, group: Group = None) -> None:
     """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError."""
     state = tensors(step)
-    saved = found.about["tensors"]
+    saved = checkpoint.about["tensors"]
     now = table_of(state)
     if differ := sorted(
         name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)
     ):
-        told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
+        differences = ", ".join(
+            f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5]
+        )
         raise CheckpointError(
-            f"{found.path}: {len(differ)} tensors differ from what was saved: {told}"
+            f"{checkpoint.path}: {len(differ)} tensors differ from what was saved: {differences}"
         )
     on_all(
-        partial(dcp.load, state, storage_reader=reader(found), process_group=group),
+        partial(dcp.load, state, storage_reader=reader(checkpoint), process_group=group),
         group,
-        f"{found.path}: ",
+        f"{checkpoint.path}: ",
     )
 
 
-def reader(found: Found) -> dcp.FileSystemReader:
-    made = dcp.FileSystemReader(found.path)
+def reader(checkpoint: Checkpoint) -> dcp.FileSystemReader:
+    file_reader = dcp.FileSystemReader(checkpoint.path)
     # Its own would unpickle the file again, without a check.
-    made.read_metadata = lambda *_, **__: found.metadata
-    return made
+    file_reader.read_metadata = lambda *_, **__: checkpoint.metadata
+    return file_reader
 
 
-def parameters(found: Found) -> dict[str, Tensor]:
+def parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """What the checkpoint holds of the model, without the optimizer's tensors, on the meta device."""
-    saved = found.metadata.state_dict_metadata
+    saved = checkpoint.metadata.state_dict_metadata
     own = [
         name
         for name in saved
@@ -512,9 +533,9 @@ def parameters(found: Found) -> dict[str, Tensor]:
     }
 
 
-def read(found: Found, name: str) -> Tensor:
+def read(checkpoint: Checkpoint, name: str) -> Tensor:
     """A saved tensor, whole, on the CPU. Its largest saved shard is in memory beside it meanwhile."""
-    t = found.metadata.state_dict_metadata[name]
+    t = checkpoint.metadata.state_dict_metadata[name]
     state = {name: torch.empty(t.size, dtype=t.properties.dtype)}
-    on_all(partial(dcp.load, state, storage_reader=reader(found)), what=f"{found.path}: ")
+    on_all(partial(dcp.load, state, storage_reader=reader(checkpoint)), what=f"{checkpoint.path}: ")
     return state[name]

@@ -80,17 +80,17 @@ def renew(folder: str) -> None:
         return
     path = os.path.join(folder, "lock")
     text, _, directory = _held[folder]
-    found = content(folder)
-    if found is None and _directory(folder) != directory:
+    current = content(folder)
+    if current is None and _directory(folder) != directory:
         raise CheckpointError(
             f"{folder}: is another directory than at the start, without the lock of this run; is its file system "
             "still mounted? mount it, and the same command goes on"
         )
-    elif found is None:  # somebody has removed it by hand
+    elif current is None:  # somebody has removed it by hand
         _create(path, text)
-    elif found != text:
+    elif current != text:
         raise CheckpointError(
-            f"{path}: {_who(found)} has taken this directory over, after {STALE} s without a sign "
+            f"{path}: {_who(current)} has taken this directory over, after {STALE} s without a sign "
             "of this run"
         )
     else:
@@ -145,8 +145,8 @@ def _read(path: str) -> str:
 def _owner(text: str) -> dict:
     """The content of a lock; {} of one that is not written yet or is not this program's."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        found = json.loads(text)
-        return found if type(found["pid"]) is int and 0 < found["pid"] < 2**31 else {}
+        owner = json.loads(text)
+        return owner if type(owner["pid"]) is int and 0 < owner["pid"] < 2**31 else {}
     return {}
 
 
@@ -204,13 +204,13 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
 
 def _machine() -> str:
     """Where a pid has a meaning: a host since its boot and, where containers have pids of their own, a container."""
-    told = [socket.gethostname()]
+    names = [socket.gethostname()]
     with suppress(OSError):
-        told += [
+        names += [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/pid"),
         ]
-    return " ".join(told)
+    return " ".join(names)
 
 
 def start_ticks(pid: int) -> str | None:

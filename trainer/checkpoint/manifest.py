@@ -116,12 +116,12 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
     try:
         manifest = json.loads(Path(where).read_bytes())
         files = manifest["files"]
-        told = manifest["crc32"]
+        checksum = manifest["crc32"]
         names = sorted(files.keys())
         sizes = {name: size for name, (size, _) in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
-    if told != _crc_of(files):
+    if checksum != _crc_of(files):
         raise Damaged(f"{where}: checksum differs")
     if strange := [name for name in names if not FILE.fullmatch(name)]:
         raise Damaged(f"{where}: names {strange[0]!r}, which is no file of a checkpoint")

@@ -55,14 +55,14 @@ class Saver(AbstractContextManager):
 
     def __init__(
         self,
-        c: Config,
+        config: Config,
         step: Step,
         batches: Batches,
         group: Group = None,
         state: TrainState | None = None,
         beat: Callable[[], Any] = lambda: None,
     ):
-        self.c = c
+        self.config = config
         self.step = step
         self.batches = batches
         self.group = group
@@ -72,7 +72,7 @@ class Saver(AbstractContextManager):
         self.pending: tuple[int, Future] | None = None  # the step in flight
         self.ending = False  # the next save is the last
         self.staged: dict[str, Tensor] = {}
-        if c.save is not None and c.save_async:
+        if config.save is not None and config.save_async:
             self.group = control_group()
             self.thread = ThreadPoolExecutor(1, "save")
             # Not from_local, which would move a DTensor's host memory back to the device of its mesh.
@@ -90,7 +90,7 @@ class Saver(AbstractContextManager):
         about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
             format=FORMAT,
             global_batch=batches.global_batch,
-            training=asdict(self.c.training),
+            training=asdict(self.config.training),
             model=self.step.model.identity,
             torch=torch.__version__,
             world=dist.get_world_size(),
@@ -101,7 +101,7 @@ class Saver(AbstractContextManager):
             ),
             tensors=table_of(state),
         )
-        write = partial(save_step, self.c, f"step-{k:08d}", about, self.group)
+        write = partial(save_step, self.config, f"step-{k:08d}", about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
         else:
@@ -119,7 +119,7 @@ class Saver(AbstractContextManager):
         try:
             result()
         except CheckpointError as error:
-            if self.c.save_errors == "stop" or k >= self.c.steps or self.ending:
+            if self.config.save_errors == "stop" or k >= self.config.steps or self.ending:
                 raise
             if dist.get_rank() == 0:
                 tell(f"warning: step {k} was not saved: {error}", sys.stderr)
@@ -152,8 +152,8 @@ class Saver(AbstractContextManager):
                 dist.destroy_process_group(self.group)
                 self.thread = None
                 self.staged = {}
-            if self.c.save is not None:
-                drop(self.c.save)
+            if self.config.save is not None:
+                drop(self.config.save)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         try:
@@ -165,16 +165,18 @@ class Saver(AbstractContextManager):
                 tell(f"warning: {lost}", sys.stderr)
 
 
-def save_step(c: Config, name: str, about: dict, group: Group, state: dict[str, Tensor]) -> None:
+def save_step(
+    config: Config, name: str, about: dict, group: Group, state: dict[str, Tensor]
+) -> None:
     """Writes and commits a step under --save, then removes older ones (`_commit`). Raises CheckpointError."""
     needs = sum(t.numel() * t.element_size() for t in state.values())
-    where = f"{os.path.join(c.save, name)}: "
-    temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)
+    where = f"{os.path.join(config.save, name)}: "
+    temporary = on_rank_0(partial(_begin, config.save, name, needs), group, where)
     try:
         files = {}
         for written in on_all(partial(_write, temporary, state, group), group, where):
             files |= written
-        on_rank_0(partial(_commit, c, name, temporary, files, about), group, where)
+        on_rank_0(partial(_commit, config, name, temporary, files, about), group, where)
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -225,7 +227,9 @@ def _write(temporary: str, state: dict[str, Tensor], group: Group) -> dict[str, 
     }
 
 
-def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
+def _commit(
+    config: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict
+) -> None:
     """Completes a step, gives it its name, and removes all but the newest --keep and, with --keep-best the best one.
     files: what all ranks wrote."""
     write_json(os.path.join(temporary, "train_state.json"), about)
@@ -237,12 +241,13 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
                 f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save"
             )
     write_manifest(temporary, files)
-    renew(c.save)  # a process that was stopped meanwhile may have lost the lock
-    os.rename(temporary, os.path.join(c.save, name))
-    sync(c.save)
-    best = f"step-{about.get('best_step', 0):08d}" if c.keep_best else None
-    for old in (each for each in steps_in(c.save)[c.keep :] if each != best):
+    renew(config.save)  # a process that was stopped meanwhile may have lost the lock
+    os.rename(temporary, os.path.join(config.save, name))
+    sync(config.save)
+    best = f"step-{about.get('best_step', 0):08d}" if config.keep_best else None
+    for old in (each for each in steps_in(config.save)[config.keep :] if each != best):
         # Renamed first: a removal that is killed leaves no half of a step.
         discard(
-            os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
+            os.path.join(config.save, old),
+            os.path.join(config.save, f"tmp-{old}-{secrets.token_hex(4)}"),
         )

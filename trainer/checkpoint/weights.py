@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.load import Found, on_all, say
+from trainer.checkpoint.load import Checkpoint, on_all, say
 from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
@@ -168,15 +168,17 @@ def _indexed(path: str, through: Map) -> dict[str, Region]:
     return regions
 
 
-def initialise(c: Config, model: nn.Module, found: Found | None, group: Group = None) -> None:
-    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
-    all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
-    if found is not None:
-        say(f"--init {c.init}: not read, since {found.path} goes on")
+def initialise(
+    config: Config, model: nn.Module, checkpoint: Checkpoint | None, group: Group = None
+) -> None:
+    """Loads the weights of --init into `model` in place, unless the run goes on from `checkpoint`. Raises, on all
+    ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
+    if checkpoint is not None:
+        say(f"--init {config.init}: not read, since {checkpoint.path} goes on")
         return
-    agree({f"--init {c.init}": glimpse(c.init)}, group)
-    number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
-    say(f"--init {c.init}: {listed(number)}; fresh moments")
+    agree({f"--init {config.init}": glimpse(config.init)}, group)
+    number = on_all(partial(load_weights, config.init, model, config.cast), group)[0]
+    say(f"--init {config.init}: {listed(number)}; fresh moments")
 
 
 def listed(number: Counter) -> str:

@@ -22,7 +22,7 @@ from trainer.terminal.output import tell
 
 WINDOW = 100  # a spike is one against the mean gradient norm of so many steps before it
 MOST_SKIPS = 3  # steps in a row that --nonfinite skip leaves out
-SETTLED = 10  # no spike is told before the mean is one of so many
+SETTLED = 10  # no spike is reported before the mean is one of so many
 
 
 class NonFinite(Exception):
@@ -30,11 +30,11 @@ class NonFinite(Exception):
 
 
 class FiniteCheck:
-    def __init__(self, c: Config, batches: Batches, rank: int = 0):
-        self.c = c
+    def __init__(self, config: Config, batches: Batches, rank: int = 0):
+        self.config = config
         self.batches = batches
         self.rank = rank
-        self.late = c.device == "cuda"
+        self.late = config.device == "cuda"
         self.loss, self.norm = None, -1.0  # of the newest step that was read
         self.skipped = self.in_a_row = 0  # updates left out
         self.norms = deque(maxlen=WINDOW)
@@ -68,7 +68,7 @@ class FiniteCheck:
         if bad:
             return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
-        if len(self.norms) >= SETTLED and 0 < self.c.norm_spike * mean < norm:
+        if len(self.norms) >= SETTLED and 0 < self.config.norm_spike * mean < norm:
             self._say(
                 f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "
                 f"{len(self.norms)} steps ({mean:.4g}), {samples}"
@@ -78,7 +78,7 @@ class FiniteCheck:
 
     def _refused(self, k: int, norm: float, samples: str) -> None:
         """Tells and counts a step whose update the device has left out; raises NonFinite where the flags say so."""
-        c = self.c
+        config = self.config
         finite = math.isfinite(self.loss + norm)
         if finite and norm == 0:
             self.skipped += 1
@@ -86,19 +86,19 @@ class FiniteCheck:
                 f"step {k}: gradient norm 0, as of a batch without labels, {samples}: update left out on all ranks"
             )
             return
-        what = f"gradient norm above {written(c, 'norm_limit')}" if finite else "not finite"
-        told = f"step {k}: {what} (loss {self.loss:.4g}, gradient norm {norm:.4g}), {samples}"
-        if c.nonfinite == "stop":
+        what = f"gradient norm above {written(config, 'norm_limit')}" if finite else "not finite"
+        message = f"step {k}: {what} (loss {self.loss:.4g}, gradient norm {norm:.4g}), {samples}"
+        if config.nonfinite == "stop":
             other = "or leave such steps out with --nonfinite skip"
-            raise NonFinite(f"{told}: lower --lr {c.lr}, {other}")
+            raise NonFinite(f"{message}: lower --lr {config.lr}, {other}")
         self.skipped = self.skipped + 1
         self.in_a_row = self.in_a_row + 1
         if self.in_a_row > MOST_SKIPS:
             raise NonFinite(
-                f"{told}: {self.in_a_row} updates in a row left out, more than the {MOST_SKIPS} of "
-                f"{written(c, 'nonfinite')}; lower --lr {c.lr}"
+                f"{message}: {self.in_a_row} updates in a row left out, more than the {MOST_SKIPS} of "
+                f"{written(config, 'nonfinite')}; lower --lr {config.lr}"
             )
-        self._say(f"{told}: update left out on all ranks ({self.in_a_row} in a row)")
+        self._say(f"{message}: update left out on all ranks ({self.in_a_row} in a row)")
 
     def _say(self, text: str) -> None:
         if self.rank == 0:

@@ -247,11 +247,11 @@ class Watchdog(AbstractContextManager):
                 heard = [f"heard {rank}" for rank in answers if rank != self.rank]
                 self._wait_for(heard, ANSWER_S)
             else:  # launchers end the others as soon as one is gone
-                self._wait_for(["told"], 3 * ANSWER_S)  # it waits, then may need 2 * ANSWER_S
+                self._wait_for(["reported"], 3 * ANSWER_S)  # it waits, then may need 2 * ANSWER_S
             self._end(f"error: {text}" if speaks else None, f"failed: {text}", 7)
 
     def _follow(self) -> None:
-        """Ends for the reason of the rank that was the first to leave, which has told it."""
+        """Ends for the reason of the rank that was the first to leave, which has said it."""
         code, text = json.loads(self._heard("left")[0] or '[7, "another rank has left"]')
         stopped = code in Signals.CODES
         outcome = f"stopped: {signal.Signals(code - 128).name}" if stopped else f"failed: {text}"
@@ -268,7 +268,7 @@ class Watchdog(AbstractContextManager):
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
             if line is not None:
-                self._ask(lambda: self.store.set("told", ""))
+                self._ask(lambda: self.store.set("reported", ""))
 
         spoken = threading.Thread(target=last, daemon=True)  # a thread, because it may hang as well
         spoken.start()
@@ -294,8 +294,8 @@ class Watchdog(AbstractContextManager):
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
         while len(answers) < self.world and time.monotonic() < until:
             silent = [rank for rank in range(self.world) if rank not in answers]
-            told = zip(silent, self._heard(*map(str, silent)), strict=True)
-            answers |= {rank: json.loads(text) for rank, text in told if text is not None}
+            replies = zip(silent, self._heard(*map(str, silent)), strict=True)
+            answers |= {rank: json.loads(text) for rank, text in replies if text is not None}
             time.sleep(0.1)
         # The rank that speaks may hold the store, which the others still ask.
         self._ask(lambda: self.store.set(f"heard {self.rank}", "1"))
@@ -325,13 +325,15 @@ class Watchdog(AbstractContextManager):
         else:
             who = "all ranks hang at the same place" if self.world > 1 else "the main thread hangs"
         shown = [*behind[:2], *(rank for rank in answers if rank not in behind)][:3]
-        told = []
+        places_of_ranks = []
         for rank, a in ((rank, answers[rank]) for rank in shown):
             begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(
                 a["newest"]
             )
-            told.append(f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}")
+            places_of_ranks.append(
+                f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}"
+            )
         advice = "; a slow step? raise --timeout" * ("no progress" in why)
         if apart:  # a habit of DDP, where it works
             advice = "; no rank may evaluate, sample or save alone: every rank must call it"
-        return f"{why}: {who}; {'; '.join(told)}; stacks in {self.folder}{advice}"
+        return f"{why}: {who}; {'; '.join(places_of_ranks)}; stacks in {self.folder}{advice}"
