@@ -3,6 +3,7 @@
     pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 in saves: tests/test_killed.py
 """
 
+import errno
 import os
 import re
 import resource
@@ -211,6 +212,40 @@ def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("call", "code"), [
+    ("rename", errno.ESTALE), ("fsync", errno.EIO), ("fsync", errno.EDQUOT),
+    ("rename that was done all the same", errno.EIO),
+])  # fmt: skip
+def test_what_a_network_file_system_or_a_quota_fails_with_is_a_failed_save_and_the_same_command_goes_on(
+    call, code, train, trains, tmp_path, monkeypatch
+):
+    """NFS tells of a full disk or quota when a file is synced, and may fail a rename that the server has done."""
+    name = call.partition(" ")[0]
+    real = getattr(os, name)
+    failed = []
+
+    def fails_once(*args):
+        step = any("step-00000004" in os.fspath(arg) for arg in args if isinstance(arg, str))
+        due = step if name == "rename" else bool(steps_in("run"))
+        if not due or failed:
+            return real(*args)
+        failed.append(args)
+        if "done" in call:
+            real(*args)
+        raise OSError(code, os.strerror(code))
+
+    argv = "--save", "run", "--save-every", 2
+    monkeypatch.setattr(os, name, fails_once)
+    stopped = train(*argv)
+    fails(stopped, 4, os.strerror(code))
+    assert failed and stopped.row["outcome"].startswith("failed: ")
+    assert steps_in("run") == [2] + [4] * ("done" in call)
+    assert not [*(tmp_path / "run").glob("tmp-*")] and not (tmp_path / "run/lock").exists()
+    assert trains(*argv).row["resumed_after"] == (4 if "done" in call else 2)
+    trains("--save", "whole")
+    assert_bitwise(contents("run/step-00000006"), contents("whole/step-00000006"))
+
+
 def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, trains, tmp_path):
     """Torch itself tells of an unexpected position."""
     trains("--save", tmp_path / "run", "--steps", 2)

@@ -299,6 +299,16 @@ def test_another_torch_is_told(trains, folder):
     assert "torch 2.9.0 (now " in done.out
 
 
+def test_a_step_that_another_commit_saved_is_resumed_as_long_as_its_format_is_known(trains, folder):
+    """It may say more than this one knows, and lack what was added since; the tensors decide."""
+    path = restate(folder / "step-00000006", written_by="another commit", more={"of": [1]})
+    path.write_text(json.dumps({k: v for k, v in state_of(path.parent).items() if k not in ("run", "wandb")}))
+    sign(path.parent)
+    resumed = trains("--save", folder, "--steps", 8)
+    assert resumed.row["resumed_after"] == 6
+    assert steps_in(folder)[-1] == 8
+
+
 @pytest.mark.long
 def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(trains, folder, tmp_path, monkeypatch):
     trains("--save", "bf16", "--adam-dtype", "bf16")

@@ -303,3 +303,17 @@ def table():
 def ranks_of(run):
     """Torchrun starts each rank in a session of its own."""
     return [pid for pid, parent, session in table() if parent == run.pid and session == pid]
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_in_the_first_save_starts_again_and_removes_the_remains(tmp_path):
+    command = [sys.executable, "-m", *OURS, "--nproc-per-node", "2", "--max-restarts", "1"]
+    planted = [str(ROOT / "tests/planted.py"), "1:2:write:kill", str(ROOT / "main.py")]
+    command += ["--master-port", str(free_port()), *planted]
+    flags = [*TINY, "--save", tmp_path / "run", "--save-every", "2", "--log-every", "1"]
+    done = ran(*command, *flags, "--results", tmp_path / "rows.jsonl", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    assert done.code == 0, done.err
+    assert "resuming after step" not in done.out
+    assert done.out.count("starting fresh") == 2
+    assert "removed tmp-step-00000002-" in done.out
+    assert [step for step in range(2, 8, 2) if (tmp_path / f"run/step-{step:08d}").is_dir()] == [2, 4, 6]
