@@ -26,9 +26,9 @@ from trainer.terminal.text import did_you_mean
 SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()
 
 
-def sweep(own: Plan, words: list[str]) -> list[str]:
+def sweep(request: Plan, words: list[str]) -> list[str]:
     """The lines of --what-if. ValueError for a flag or value that there is not."""
-    name, *values = own.what_if
+    name, *values = request.what_if
     name = name.lstrip("-").replace("-", "_")
     names = [*SWEPT, *(f.name for group in (flags.Training, flags.System) for f in fields(group))]
     if name not in names and (like := did_you_mean(name, names)):
@@ -36,38 +36,38 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
     if not values or name not in names:
         known = ", ".join(SWEPT)
         raise ValueError(
-            f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values"
+            f"--what-if {' '.join(request.what_if)}: name a flag of main.py, or {known}, and its values"
         )
     lines = [report.HEADING]
     for text in values:
-        new = own
+        new = request
         more = [flag(name), text]
         if name in SWEPT:
-            new = replace(own, **{name: getattr(parse(more)[0], name)})
+            new = replace(request, **{name: getattr(parse(more)[0], name)})
             more = []
         q = question(new, [*words, *more])
         lines.append(report.line(f"{name} {text}", q.answer(), q, new.reserve_gib))
     return lines
 
 
-def fit(own: Plan, q: search.Question) -> list[str]:
+def fit(request: Plan, q: search.Question) -> list[str]:
     """The lines of --fit. ValueError if no number of GPUs divides the sequences of a step."""
     sequences = q.ranks * q.c.batch * q.c.grad_accum
-    limit = q.gpu.memory - own.reserve_gib * 2**30
-    asked = [n for n in own.fit if n > 0 and sequences % n == 0]
-    if len(asked) < len(own.fit):
-        wrong = next(n for n in own.fit if n not in asked)
+    limit = q.gpu.memory - request.reserve_gib * 2**30
+    asked = [n for n in request.fit if n > 0 and sequences % n == 0]
+    if len(asked) < len(request.fit):
+        wrong = next(n for n in request.fit if n not in asked)
         raise ValueError(
             f"--fit {wrong}: must divide the {sequences} sequences of a step (--gpus x --batch x --grad-accum)"
         )
     return report.fit_lines(
-        search.fit_table(q, own.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences
+        search.fit_table(q, request.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences
     )
 
 
-def exact(own: Plan, q: search.Question, words: list[str]) -> int:
+def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     """Runs lab.profiling.peak on the flags of main.py; returns its exit code."""
-    if own.hf:
+    if request.hf:
         raise ValueError("--exact: simulates the reference transformer; leave out --hf")
     for name, usual in (
         ("lora", 0),
@@ -75,7 +75,7 @@ def exact(own: Plan, q: search.Question, words: list[str]) -> int:
         ("logits", "auto"),
         ("master_dtype", "fp32"),
     ):
-        if getattr(own, name) != usual:
+        if getattr(request, name) != usual:
             raise ValueError(
                 f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out"
             )
@@ -94,27 +94,27 @@ def exact(own: Plan, q: search.Question, words: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Prints the answer; returns the exit code. What cannot be planned ends in one line and SystemExit(2)."""
-    own, words = parse(argv, __doc__)
+    request, words = parse(argv, __doc__)
     try:
-        if problem := two_questions(own, words):
+        if problem := two_questions(request, words):
             raise ValueError(problem)
-        q = question(own, words)
-        if own.exact:
-            return exact(own, q, words)
-        if own.fit:
-            lines = fit(own, q)
-        elif own.best:
-            lines = report.best_lines(q, own.reserve_gib, own.plot)
-        elif own.what_if:
-            lines = sweep(own, words)
+        q = question(request, words)
+        if request.exact:
+            return exact(request, q, words)
+        if request.fit:
+            lines = fit(request, q)
+        elif request.best:
+            lines = report.best_lines(q, request.reserve_gib, request.plot)
+        elif request.what_if:
+            lines = sweep(request, words)
         else:
-            lines = report.whole(q, own.reserve_gib, own.tokens, own.price)
+            lines = report.whole(q, request.reserve_gib, request.tokens, request.price)
     except ValueError as error:
         fail(str(error), 0)
     for text in [
         *lines,
-        *report.honesty(q, not (own.best or own.what_if or own.fit)),
-        *unread([*words, *(flag(name.lstrip("-")) for name in own.what_if[:1])]),
+        *report.honesty(q, not (request.best or request.what_if or request.fit)),
+        *unread([*words, *(flag(name.lstrip("-")) for name in request.what_if[:1])]),
     ]:
         put(text)
     return 0

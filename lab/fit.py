@@ -136,7 +136,7 @@ def question(options: Fit, resolved: config.Config) -> search.Question:
 
 def planned(
     options: Fit, resolved: config.Config, runs: bool, limit: float, base: float
-) -> list[search.Cell]:
+) -> list[search.Setting]:
     """The planner's answers, printed. None for a setting that it cannot plan, if there are runs, else ValueError.
     limit, base: MiB, of a process and of what is not the step's."""
     try:
@@ -146,7 +146,7 @@ def planned(
             raise
         tell(f"not planned: {error}")
         return [
-            search.Cell(n, b, None, options.effective_batch // (n * b))
+            search.Setting(n, b, None, options.effective_batch // (n * b))
             for n, b in product(options.world, options.micro_batch)
             if options.effective_batch % (n * b) == 0
         ]
@@ -165,7 +165,7 @@ def planned(
 
 
 def answer_of(
-    options: Fit, resolved: config.Config, setting: search.Cell, limit: float, base: float
+    options: Fit, resolved: config.Config, setting: search.Setting, limit: float, base: float
 ) -> dict:
     """What is recorded of an answer beside the run that it is taken from: what was asked, and what was planned."""
     asked = dict(
@@ -190,7 +190,7 @@ def answer_of(
     )
 
 
-def measured(options: Fit, words: list[str], setting: search.Cell, limit: float) -> dict | None:
+def measured(options: Fit, words: list[str], setting: search.Setting, limit: float) -> dict | None:
     """Runs what is needed to find the least ratio; the row that it is taken from, with `ratio` and all that was
     `tried`, as [ratio, MiB at the peak, outcome]. None: a run failed, and nothing is known."""
     rows = sweep.current(read_rows(Path(options.results)), options.any_commit)

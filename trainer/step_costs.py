@@ -90,6 +90,9 @@ class Architecture:
     every: int = 0
     # (rows, columns) of attention's matrices, if not the usual four.
     attention_matrices: tuple[tuple[int, int], ...] = ()
+    # ((rows, columns), how many) of the linear layers that adapters stand beside, if not one for each product.
+    linear: tuple[tuple[tuple[int, int], int], ...] = ()
+    counted: int = 0  # weights that a token is multiplied with, if they were counted on the model
     stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
     note: str = ""
 
@@ -139,7 +142,7 @@ class Architecture:
     @property
     def adapted(self) -> Counter:
         """Of those the ones that adapters stand beside: all but the experts, which are stacked in one tensor."""
-        return self._products(0 if self.experts else 1)
+        return Counter(dict(self.linear)) or self._products(0 if self.experts else 1)
 
     def _products(self, mlps_of_a_block: int) -> Counter:
         D, F = self.width, self.hidden
@@ -164,6 +167,8 @@ class Architecture:
     @property
     def multiplied(self) -> int:
         """Weights that a token is multiplied with: without embedding look-up, norms and biases."""
+        if self.counted:
+            return self.counted
         outside = self.final_norm + self.depth * (self.biases + self.norms)
         return self.active_parameters - outside - (0 if self.tied else self.width * self.vocab)
 

@@ -1,6 +1,7 @@
 """How far off the planner is: beside training runs that others have published, and beside simulated peaks.
 
     python -m lab.benchmarks.planner             # a table per kind of answer, then every run, worst first
+    python -m lab.benchmarks.planner --families  # every causal class of transformers: planned, or why not
     python -m lab.benchmarks.planner --fit       # lab/planning/field.toml: constants, and the error of each kind
 
 The published runs are published/runs.csv and published/runs_mpt.csv. The constants are fitted to every third run of
@@ -13,18 +14,22 @@ hardware.toml, simulated peaks (rows of lab.benchmarks.peaks) by no constant at 
 
 import argparse
 import csv
+import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist, mean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from lab.planning import hardware
+from lab.planning.architecture import architecture
 from lab.planning.liveness import Tape
-from lab.planning.report import doubts, kind_of, reserved
+from lab.planning.report import doubts, kind_of
 from lab.planning.schedule import step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
@@ -50,6 +55,7 @@ NEUTRAL = {
     "straggling": 0.0,
 }
 FLOOR_US = 10.0  # of an eager operation: a launch of some kernels. Not fitted
+CONTEXT_GIB = 0.5  # CUDA's, which nvidia-smi counts
 WITHIN = 0.85  # part of the rows of a kind whose error is at most the stated one
 A100 = 312e12  # FLOP/s
 # The steps that the constants `reached` of hardware.toml were fitted on (d945835).
@@ -92,11 +98,11 @@ class Row(NamedTuple):
 @cache
 def published() -> tuple[Row, ...]:
     """All rows, in the order of the files."""
-    found = []
+    rows = []
     for name in ("runs", "runs_mpt"):
         for r in csv.DictReader((ROOT / f"published/{name}.csv").read_text().splitlines()):
-            own, words = parse(r["flags"].replace("published/", f"{ROOT}/published/").split())
-            q = question(own, words)
+            request, words = parse(r["flags"].replace("published/", f"{ROOT}/published/").split())
+            q = question(request, words)
             source = r.get("source", "llm-foundry MPT")
             setting = r.get("setting") or " ".join(
                 r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch")
@@ -106,8 +112,8 @@ def published() -> tuple[Row, ...]:
             peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
             tokens = float(r["tok_s_per_gpu"])
             kind = r.get("memory_is", "")
-            found.append(Row(source, setting, tokens, memory, kind, own.gpu, q, tape, peak))
-    return tuple(found)
+            rows.append(Row(source, setting, tokens, memory, kind, request.gpu, q, tape, peak))
+    return tuple(rows)
 
 
 def doubted(row: Row) -> list[str]:
@@ -176,12 +182,12 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 @cache
 def left_out() -> list[tuple[Row, float]]:
     """Each row, and its error with constants fitted without its publication."""
-    found = []
+    outcomes = []
     rows = published()
     for publication in dict.fromkeys(row.publication for row in rows):
         constants = fit(third(row for row in rows if row.publication != publication))
-        found += [(row, row.error(constants)) for row in rows if row.publication == publication]
-    return found
+        outcomes += [(row, row.error(constants)) for row in rows if row.publication == publication]
+    return outcomes
 
 
 def quantile(values: Iterable[float], part: float) -> float:
@@ -189,10 +195,10 @@ def quantile(values: Iterable[float], part: float) -> float:
     return ranked[min(math.ceil(part * len(ranked)), len(ranked)) - 1]
 
 
-def bars(found: Sequence[tuple[Row, float]]) -> dict[str, tuple[int, float]]:
+def bars(outcomes: Sequence[tuple[Row, float]]) -> dict[str, tuple[int, float]]:
     """{kind: (rows, error of which the part WITHIN of them, and of all compiled or eager ones, stays below)}"""
     by_kind = defaultdict(list)
-    for row, error in found:
+    for row, error in outcomes:
         kind = kind_of(row.q)
         by_kind[kind].append(abs(error))
         by_kind[kind.split(",")[0]].append(abs(error))
@@ -211,6 +217,7 @@ def field_text() -> str:
         "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
         "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
         "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
+        "# reserved: [rows, least and most of what the allocator reserves, over what is planned to be allocated].",
         "",
         "[constants]",
     ]
@@ -222,8 +229,61 @@ def field_text() -> str:
             "",
             "[bars]",
             *(f'"{kind}" = [{n}, {bar:.3f}]' for kind, (n, bar) in bars(left_out()).items()),
+            "",
+            "[reserved]",
+            *(
+                f'"{kind}" = [{len(mine)}, {", ".join(f"{end:.3f}" for end in between(mine))}]'
+                for kind, mine in sorted(reserved_runs(sizes()).items())
+            ),
         ]
     )
+
+
+def by_publication(outcomes: Sequence[tuple[Row, float]]) -> list[str]:
+    """A line for each publication, and for all rows."""
+    errors_of = defaultdict(list)
+    for row, error in outcomes:
+        errors_of[row.publication].append(100 * error)
+    errors_of["all"] = [100 * error for _, error in outcomes]
+    lines = ["publication, predicted by the others: rows, median %, signed median %, worst %"]
+    for publication, mine in errors_of.items():
+        figures = quantile(map(abs, mine), 0.5), quantile(mine, 0.5), max(map(abs, mine))
+        lines.append(
+            f"{publication}: {len(mine)}, {figures[0]:.1f}, {figures[1]:+.1f}, {figures[2]:.1f}"
+        )
+    return lines
+
+
+def families() -> Iterator[str]:
+    """A line for each causal class of the installed transformers: what is planned, or the sentence that refuses it. Of
+    its own configuration with at most four layers; where layers have settings of their own, with all of them, as a file
+    that leaves out what is usual."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    for kind in sorted(CAUSAL):
+        start = time.monotonic()
+        try:
+            try:
+                a = architecture(json.loads(shallow(AutoConfig.for_model(kind))))
+            except Exception:
+                text = AutoConfig.for_model(kind).to_json_string(use_diff=True)
+                a = architecture(json.loads(text) | {"model_type": kind})
+            answer = f"planned, {a.parameters} parameters, {a.active_parameters} active, {a.note}"
+        except Exception as error:
+            answer = f"refused, {' '.join(str(error).split())[:200]}"
+        yield f"{kind}: {answer} ({time.monotonic() - start:.1f} s)"
+
+
+def shallow(config) -> str:
+    """A configuration of transformers as JSON, with at most four layers."""
+    text = config.get_text_config()
+    if (getattr(text, "num_hidden_layers", None) or 0) > 4:
+        text.num_hidden_layers = 4
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(getattr(text, name, None), list):
+                setattr(text, name, getattr(text, name)[:4])
+    return config.to_json_string(use_diff=False)
 
 
 def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
@@ -243,24 +303,45 @@ def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
     return f"{kind}: {', '.join(figures)}"
 
 
-def summary(found: Sequence[tuple[Row, float]]) -> list[str]:
+def summary(outcomes: Sequence[tuple[Row, float]]) -> list[str]:
     """A line for each kind, and for all compiled and all eager ones."""
     by_kind = defaultdict(list)
-    for row, error in found:
+    for row, error in outcomes:
         by_kind[kind_of(row.q)].append((row, error))
         by_kind[f"all {kind_of(row.q).split(',')[0]}"].append((row, error))
     head = "kind: rows, median %, signed median %, worst %, worst that is not called extrapolated %, inside its bar %"
     return [head, *(line(kind, mine) for kind, mine in sorted(by_kind.items()))]
 
 
-def sizes() -> dict[str, list[tuple[float, float, str]]]:
-    """{what was measured: (planned, measured, row)}, in GiB, for rows of which that is known."""
-    found = defaultdict(list)
-    for row in published():
-        if row.memory:
-            kind = "eager" if row.q.c.compile == "none" else "compiled"
-            planned = reserved(row.q.c, row.q.ranks)[0] * row.peak / 2**30
-            found[f"published, {kind}, {row.memory_is}"].append((planned, row.memory, row.setting))
+class Size(NamedTuple):
+    """A measured peak, bytes, beside what is planned to be allocated. memory_is: what was measured."""
+
+    publication: str
+    setting: str
+    gated: bool
+    memory_is: str
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.planned
+
+
+def sizes() -> list[Size]:
+    """Of published runs, and of single GPUs here. nvidia-smi's figures without CUDA's context."""
+    peaks = [
+        Size(
+            row.publication,
+            row.setting,
+            row.q.a.gated,
+            row.memory_is,
+            row.peak,
+            (row.memory - CONTEXT_GIB * (row.memory_is == "nvidia-smi")) * 2**30,
+        )
+        for row in published()
+        if row.memory
+    ]
     # Of h100.jsonl the eager rows: compiled ones are from before overlap.py ordered a backward for memory.
     for gpu, file, modes in (
         ("H100", "h100", ["none"]),
@@ -271,34 +352,67 @@ def sizes() -> dict[str, list[tuple[float, float, str]]]:
             known = r.get("peak_reserved_mib") and c.compile in modes
             if not known or not {"remat", "ahead"} <= vars(c).keys():
                 continue
-            ranks = c.world or r["world"]
+            planned = step_peak(c, c.world or r["world"]).nbytes
             name = f"row {number} of results/{file}.jsonl"
-            kind = "eager" if c.compile == "none" else "compiled"
-            peak = step_peak(c, ranks).nbytes / 2**30
-            about = reserved(c, ranks)[0] * peak
-            found[f"one {gpu}, {kind}, max allocated"].append(
-                (peak, r["peak_alloc_mib"] / 2**10, name)
-            )
-            found[f"one {gpu}, {kind}, max reserved"].append(
-                (about, r["peak_reserved_mib"] / 2**10, name)
-            )
-    return found
+            for key, kind in (("peak_alloc_mib", "allocated"), ("peak_reserved_mib", "reserved")):
+                measured = r[key] * 2**20
+                peaks.append(Size(f"one {gpu}", name, False, f"max {kind}", planned, measured))
+    return peaks
+
+
+def between(runs: Sequence[Size]) -> tuple[float, float]:
+    """An interval for the ratio of a run of another publication: 1 in 20 below, 1 in 20 above, if logarithms of ratios
+    are normal (Student's t, its quantile approximated). Runs of one publication resemble each other, so the degrees of
+    freedom are those of publications."""
+    logs = [math.log(run.ratio) for run in runs]
+    n = len({run.publication for run in runs})
+    z = NormalDist().inv_cdf(0.95)
+    t = z * (1 + (z * z + 1) / (4 * (n - 1))) * math.sqrt(1 + 1 / n)
+    return math.exp(mean(logs) - t * stdev(logs)), math.exp(mean(logs) + t * stdev(logs))
+
+
+def reserved_runs(peaks: Iterable[Size]) -> dict[str, list[Size]]:
+    """What was reserved, with a gated MLP and without."""
+    by_kind = defaultdict(list)
+    for size in peaks:
+        if not size.memory_is.endswith("allocated"):
+            by_kind["gate" if size.gated else "no gate"].append(size)
+    return by_kind
 
 
 def memory() -> list[str]:
-    """A line for each kind of measured memory, and for each published row that is no peak of allocated bytes."""
-    lines = ["memory: rows, median %, signed median %, worst %"]
-    rows = ["", "planned GiB, measured GiB, error %, row"]
-    for kind, mine in sorted(sizes().items()):
-        off = [100 * (planned / measured - 1) for planned, measured, _ in mine]
-        figures = quantile(map(abs, off), 0.5), quantile(off, 0.5), max(map(abs, off))
-        lines.append(f"{kind}: {len(mine)}, {figures[0]:.1f}, {figures[1]:+.1f}, {figures[2]:.1f}")
-        if kind.startswith("published") and not kind.endswith("allocated"):
-            rows += [
-                f"{planned:.1f}, {measured:.1f}, {100 * (planned / measured - 1):+.1f}, {name}"
-                for planned, measured, name in mine
-            ]
+    """A line for each kind of measured memory, the cover of intervals, and a line for each published row."""
+    peaks = sizes()
+    lines = ["memory, measured over planned to be allocated: rows, least, median, most"]
+    by_kind = defaultdict(list)
+    for size in peaks:
+        by_kind[size.publication, size.memory_is].append(size.ratio)
+    for (publication, kind), ratios in by_kind.items():
+        figures = min(ratios), quantile(ratios, 0.5), max(ratios)
+        lines.append(
+            f"{publication}, {kind}: {len(ratios)}, {', '.join(f'{x:.2f}' for x in figures)}"
+        )
+    lines.append("reserved, each publication by the others: rows, inside %, needs more %")
+    for kind, mine in sorted(reserved_runs(peaks).items()):
+        inside, above = cover(mine)
+        lines.append(
+            f"{kind}: {len(mine)}, {100 * inside / len(mine):.0f}, {100 * above / len(mine):.0f}"
+        )
+    rows = ["", "planned GiB, measured GiB, measured over planned, row"]
+    for size in peaks:
+        figures = f"{size.planned / 2**30:.1f}, {size.measured / 2**30:.1f}, {size.ratio:.2f}"
+        rows.append(f"{figures}, {size.publication}, {size.setting}, {size.memory_is}")
     return lines + rows
+
+
+def cover(mine: Sequence[Size]) -> tuple[int, int]:
+    """Rows inside the interval that the other publications give, and rows above it."""
+    inside = above = 0
+    for size in mine:
+        low, high = between([x for x in mine if x.publication != size.publication])
+        inside += low <= size.ratio <= high
+        above += size.ratio > high
+    return inside, above
 
 
 def beyond(rows: Sequence[Row]) -> list[Row]:
@@ -336,14 +450,14 @@ class Compared(NamedTuple):
 
 def simulated(path: Path) -> list[Compared]:
     """MiB of rows of `lab.benchmarks.peaks` that a plan covers: of our own policy, --compile fwdbwd or blocks."""
-    found = []
+    compared = []
     for row in read_jsonl(path):
         c = SimpleNamespace(**row["flags"])
         covered = c.compile in ("fwdbwd", "blocks") and not row["published"]
         if covered and row["outcome"] == "ok":
             peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
-            found.append(Compared(row["line"] or row["command"], peak, row["simulated_mib"]))
-    return found
+            compared.append(Compared(row["line"] or row["command"], peak, row["simulated_mib"]))
+    return compared
 
 
 def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, float]]:
@@ -391,7 +505,7 @@ def own_times(
 ) -> list[Compared]:
     """Milliseconds of the steps of one GPU that a plan covers. The smallest step counts, since a median holds what
     else the machine did."""
-    found = []
+    compared = []
     for number, row in enumerate(read_jsonl(ROOT / f"results/{file}.jsonl"), 1):
         flags = row.get("flags") or {}
         whole = {"depth", "remat", "ahead", "link", "compile_options"} <= flags.keys()
@@ -402,20 +516,20 @@ def own_times(
             ranks = c.world or row["world"]
             planned = predicted_ms(c, ranks, hardware.gpu(gpu), c.link)
             name = f"row {number} of results/{file}.jsonl"
-            found.append(Compared(name, planned, row["step_ms_min"]))
-    return found
+            compared.append(Compared(name, planned, row["step_ms_min"]))
+    return compared
 
 
-def table(title: str, found: Sequence[Compared]) -> list[str]:
+def table(title: str, compared: Sequence[Compared]) -> list[str]:
     """Rows, largest error first, under their summary."""
-    off = sorted(100 * abs(each.error) for each in found)
+    off = sorted(100 * abs(each.error) for each in compared)
     inside = sum(error <= 1 for error in off)
     lines = [
         "",
         f"{title}: {len(off)} rows, {inside} within 1 %, median {off[len(off) // 2]:.2f} %, worst {off[-1]:.2f} %",
         "error %, predicted, truth, what",
     ]
-    for each in sorted(found, key=lambda each: -abs(each.error)):
+    for each in sorted(compared, key=lambda each: -abs(each.error)):
         figures = f"{each.predicted:8.0f}  {each.truth:8.0f}"
         lines.append(f"{100 * each.error:+6.2f}  {figures}  {each.name}")
     return lines
@@ -423,16 +537,25 @@ def table(title: str, found: Sequence[Compared]) -> list[str]:
 
 def show() -> None:
     """Prints all tables."""
-    found = errors(published())
+    outcomes = errors(published())
     put(
-        *summary(found),
+        *summary(outcomes),
         "",
         "the same, each publication predicted by constants fitted to the others",
         sep="\n",
     )
-    put(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
+    put(
+        *summary(left_out()),
+        "",
+        *by_publication(left_out()),
+        "",
+        *memory(),
+        "",
+        too_full(published()),
+        sep="\n",
+    )
     put("", "tokens/s, error %, row, why extrapolated", sep="\n")
-    for row, error in sorted(found, key=lambda each: -abs(each[1])):
+    for row, error in sorted(outcomes, key=lambda each: -abs(each[1])):
         put(
             f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}"
         )
@@ -455,4 +578,12 @@ if __name__ == "__main__":
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fit", action="store_true", help="print lab/planning/field.toml")
-    put(field_text()) if parser.parse_args().fit else show()
+    parser.add_argument(
+        "--families", action="store_true", help="plan every causal class of transformers (minutes)"
+    )
+    asked = parser.parse_args()
+    if asked.families:
+        for text in families():
+            put(text)
+    else:
+        put(field_text()) if asked.fit else show()

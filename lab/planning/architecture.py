@@ -9,14 +9,19 @@ D width, H query heads, K key/value heads, d head dimension, F hidden width of t
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trainer.step_costs import Architecture
 from trainer.terminal.output import regular
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
+ACTIVE = "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts moe_top_k".split()
+COUNTED_TOKENS = 96  # of a pass on the meta device
 MOST_BLOCKS = 2000  # so that an answer takes no minutes
 WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
@@ -127,6 +132,9 @@ def architecture(config: dict, name: str = "model") -> Architecture:
         )
     elif config.get("sliding_window") and (kind in WINDOWED or config.get("use_sliding_window")):
         more |= dict(window=size(config, "sliding_window"))
+    if kind == "phi3":  # q, k and v are one layer, gate and up another
+        shapes = ((H + 2 * K) * d, D), (D, H * d), (2 * F, D), (D, F)
+        more |= dict(linear=tuple((shape, L) for shape in shapes))
     tied = config.get("tie_word_embeddings", own.get("tied", False))
     return Architecture(
         name,
@@ -160,72 +168,110 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
 
 
 def built(config: dict, name: str) -> Architecture:
-    """Counted on a model that transformers builds without memory: for kinds that are not known here. ValueError, one
-    line, where that cannot be."""
+    """Counted on the model that finetune.py builds, without memory: for kinds that are not known here. Of a model that
+    also sees or hears, on its text part. ValueError, one line, where that cannot be."""
     kind = config.get("model_type")
     try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from trainer.data import DataError
+        from trainer.finetuning.model import blank_model
+
+        import_module("transformers")
     except ImportError:
         known = ", ".join(KINDS)
         raise ValueError(
             f"model_type {kind} is not known without torch and transformers; known are {known}"
         ) from None
-    try:
-        own = AutoConfig.for_model(**config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(own, attn_implementation="eager")
+    why = ""
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(part))
+            try:
+                model = blank_model(folder)
+            except (DataError, ValueError) as error:
+                why = why or str(error).partition("found: ")[2].removesuffix("; use another model")
+                why = why or str(error)
+                continue
         note = f"model_type {kind}, counted on the model that transformers builds"
-        return counted(model, own.get_text_config(), name, note)
-    except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"model_type {kind} is not known, and transformers cannot build it: {said}"
-        ) from None
+        return counted(model, name, note + (", the text part alone" if part is not config else ""))
+    raise ValueError(f"model_type {kind} is not known, and finetune.py cannot build it: {why}")
 
 
-def counted(model, text, name: str, note: str) -> Architecture:
-    """Of a model and the config of its text part. A weight that is neither an expert's nor of an MLP of the stated
-    width is counted with attention's."""
-    table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+def number(config, *names: str, usual: int = 0) -> int:
+    """The first of these that a config has; the largest, where layers have their own."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple):
+            value = max((each for each in value if isinstance(each, int)), default=0)
+        if isinstance(value, int) and value > 0:
+            return value
+    return usual
+
+
+def counted(model, name: str, note: str) -> Architecture:
+    """Of a HuggingFaceModel on the meta device. Blocks are as if all were equal: a weight that is neither an expert's
+    nor of an MLP of the stated width is counted with attention's."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from simple_fsdp import units_of
+    from trainer.measuring import flops
+
+    inner = model.model
+    text = inner.config.get_text_config()
+    table = inner.get_input_embeddings().weight
+    output = inner.get_output_embeddings()
+    head = table if output is None else output.weight
     V, D = table.shape
-    L = text.num_hidden_layers
-    H = text.num_attention_heads
-    weights = {
-        each: p
-        for each, p in model.named_parameters()
-        if p.dim() > 1 and p is not table and p is not head
-    }
+    L = len(units_of(inner)) or number(text, "num_hidden_layers", usual=1)
+    H = number(text, "num_attention_heads", usual=max(D // 64, 1))
     # Of blocks, not of positions.
-    weights = {each: p for each, p in weights.items() if re.search(r"\.\d+\.", each)}
-    products = {each: p.numel() for each, p in weights.items()}
-    E = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 0)
+    products = {
+        each: p.numel()
+        for each, p in inner.named_parameters()
+        if p.dim() > 1 and p is not table and p is not head and re.search(r"\.\d+\.", each)
+    }
+    E = number(text, *EXPERTS)
     spread = sum(n for each, n in products.items() if E and ".experts" in each)
     others = sum(products.values()) - spread
+    gated = bool(spread) or any("gate" in each for each in products)
     if spread:
         hidden = spread // (3 * D * E * L)
-        gated = True
         attention = others // L - E * D
     else:
-        hidden = getattr(text, "intermediate_size", None) or 4 * D
-        gated = any("gate" in each for each in weights)
+        hidden = number(text, "intermediate_size", "ffn_dim", "n_inner", usual=4 * D)
         attention = others // L - (2 + gated) * D * hidden
-    active = getattr(text, "num_experts_per_tok", None) or 1
+        if attention <= 0:  # no MLP, or a narrower one
+            hidden = max(others // L // ((2 + gated) * D), 1)
+    shapes = Counter(
+        tuple(m.weight.shape)
+        for m in inner.modules()
+        if isinstance(m, nn.Linear | Conv1D) and m is not output
+    )
+    multiplied = 0
+    if not spread:  # whose routers need values
+        try:
+            multiplied = round(flops.count(model, COUNTED_TOKENS).linear / 6)
+            note += ", FLOPs too"
+        except ValueError as error:
+            note += f", FLOPs by formula ({error})"
     a = Architecture(
         name,
         L,
         D,
         H,
-        getattr(text, "num_key_value_heads", None) or H,
-        getattr(text, "head_dim", None) or D // H,
+        number(text, "num_key_value_heads", usual=H),
+        number(text, "head_dim", usual=max(D // H, 1)),
         hidden,
         V,
         gated=gated,
-        tied=table is head,
+        tied=head is table,
         experts=E if spread else 0,
-        active=active if spread else 0,
+        active=number(text, *ACTIVE, usual=1) if spread else 0,
         attention_matrices=((max(attention // D, 1), D),),
+        linear=tuple(shapes.items()),
+        counted=multiplied,
         note=note,
     )
-    return replace(a, final_norm=sum(p.numel() for p in model.parameters()) - a.parameters)
+    return replace(a, final_norm=sum(p.numel() for p in inner.parameters()) - a.parameters)

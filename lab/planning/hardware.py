@@ -69,16 +69,16 @@ def field_data() -> dict[str, dict]:
     return tomllib.loads(FIELD.read_text())
 
 
-def field(gpu: Gpu, eager: bool, found: dict[str, float] | None = None) -> Gpu:
+def field(gpu: Gpu, eager: bool, constants: dict[str, float] | None = None) -> Gpu:
     """What other people's steps reach on a GPU (field.toml); `gpu` has the rates of this program's own steps on a card
     that did nothing else. eager: without a compiler, which takes kernels one by one."""
-    found = found or field_data()["constants"]
+    constants = constants or field_data()["constants"]
 
     def of(what: str) -> float:
-        return found.get(f"{gpu.like} {what}", 1.0)
+        return constants.get(f"{gpu.like} {what}", 1.0)
 
     attention, floor = (
-        (of("eager attention"), 1e-6 * found["eager floor_us"]) if eager else (1.0, gpu.floor)
+        (of("eager attention"), 1e-6 * constants["eager floor_us"]) if eager else (1.0, gpu.floor)
     )
     rates = {
         kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()
@@ -88,6 +88,6 @@ def field(gpu: Gpu, eager: bool, found: dict[str, float] | None = None) -> Gpu:
         bandwidth=of("memory") * gpu.bandwidth,
         attention=rates,
         floor=floor,
-        passes=found["eager passes"] if eager else 1.0,
-        straggling=found["straggling"],
+        passes=constants["eager passes"] if eager else 1.0,
+        straggling=constants["straggling"],
     )

@@ -2,7 +2,7 @@
 
 from lab.planning import hardware, search
 from lab.planning.schedule import Step
-from lab.planning.search import Answer, Cell, Question
+from lab.planning.search import Answer, Question, Setting
 from trainer.terminal.text import grouped
 
 # Percent, percent, rows of all drawn settings: see lab.benchmarks.planner.PEAKS.
@@ -12,12 +12,9 @@ BLOCKS_ERROR = (
     19,
 )  # percent, rows of --compile blocks in results/peaks.jsonl and plan_peaks_blocks.jsonl
 GATED_ERROR = 5.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
-RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl, from before a backward was ordered
-    "compiled, one rank": (1.05, 1.08, 15),
-    "compiled, several ranks": (1.11, 1.26, 13),
-    "eager": (1.19, 1.33, 2),
-}
 NODE, RACK = 8, 72  # GPUs that one NVLink domain has, of a usual node and of an NVL72
+FEW_TOKENS = 4096
+SHORT = {"fits": "yes", "may fit": "may", "DOES NOT FIT": "no"}
 HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, error %, MFU %, EXTRAPOLATED"
 
 
@@ -32,10 +29,16 @@ def kind_of(q: Question) -> str:
     )
 
 
-def reserved(c, ranks: int) -> tuple[float, float, int]:
-    """What torch's allocator reserved, over what was allocated: median, most, rows."""
-    compiled = "compiled, several ranks" if ranks > 1 else "compiled, one rank"
-    return RESERVED["eager" if c.compile == "none" else compiled]
+def reserved(q: Question) -> tuple[int, float, float]:
+    """What torch's allocator reserves over what is planned to be allocated: how many measured runs say so, and an
+    interval for others, of which at most 1 in 20 needs more."""
+    return hardware.field_data()["reserved"]["gate" if q.a.gated else "no gate"]
+
+
+def verdict(q: Question, peak: float, limit: float) -> str:
+    """fits: with all that the allocator may reserve; may fit: what is allocated does."""
+    high = reserved(q)[2]
+    return "fits" if high * peak <= limit else "may fit" if peak <= limit else "DOES NOT FIT"
 
 
 def of_one_node(q: Question) -> int:
@@ -46,34 +49,38 @@ def of_one_node(q: Question) -> int:
 
 def unlike(q: Question) -> list[str]:
     """What an answer is about that no published run has: no error bar is known of it."""
-    found = []
+    reasons = []
     if kind_of(q) not in hardware.field_data()["bars"]:
-        found.append(f"this kind of answer ({kind_of(q)}): no such run is published here")
+        reasons.append(f"this kind of answer ({kind_of(q)}): no such run is published here")
     if "counted on" in q.a.note:
-        found.append(f"{q.a.note}: its blocks are planned as llama's")
+        reasons.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
-        found.append("this architecture: only dense blocks with full attention were checked")
+        reasons.append("this architecture: only dense blocks with full attention were checked")
     if getattr(q.c, "lora", 0) or getattr(q.c, "optimizer", "adamw") != "adamw":
-        found.append("LoRA, Muon and adamw8bit: no run with any is published here")
+        reasons.append("LoRA, Muon and adamw8bit: no run with any is published here")
     if many := of_one_node(q):
-        found.append(
+        reasons.append(
             f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes"
         )
-    return found
+    return reasons
 
 
 def doubts(q: Question, peak: float) -> list[str]:
     """Why an answer is extrapolated: what no run says that stands behind its figures."""
-    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
+    reasons = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
     if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
-        found.append(
-            "eager blocks with a gate on one node: the three runs that are published were slower by a quarter"
+        reasons.append(
+            "eager blocks with a gate on one node: published runs were slower or faster by up to a quarter"
         )
-    if reserved(q.c, q.ranks)[1] * peak > q.gpu.memory:
-        found.append(
+    if q.ranks > q.per_node and q.c.batch * q.c.seqlen <= FEW_TOKENS:
+        reasons.append(
+            f"at most {FEW_TOKENS} tokens a micro-batch over several nodes: the network decides, which is seldom stated"
+        )
+    if reserved(q)[2] * peak > q.gpu.memory:
+        reasons.append(
             "memory: so full that the allocator may free and ask again, which costs time that is not planned"
         )
-    return found
+    return reasons
 
 
 def mib(nbytes: float) -> str:
@@ -112,7 +119,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
 
 
 def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
-    fits = "yes" if answer.peak.nbytes <= q.gpu.memory - reserve_gib * 2**30 else "no"
+    fits = SHORT[verdict(q, answer.peak.nbytes, q.gpu.memory - reserve_gib * 2**30)]
     t = answer.time
     error = bar(q)
     within = f"+-{100 * error[1]:.0f}" if error else "not known"
@@ -137,9 +144,9 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         f"{q.ranks} x {q.gpu.name}, {c.batch} x {grouped(c.seqlen)} tokens a rank and micro-batch, "
         f"{grouped(q.ranks * c.batch * c.grad_accum * c.seqlen)} tokens a step"
     )
-    fits = answer.peak.nbytes <= limit
+    fits = verdict(q, answer.peak.nbytes, limit)
     text.append(
-        f"peak {mib(answer.peak.nbytes)} MiB: {'fits' if fits else 'DOES NOT FIT'} in {mib(limit)} "
+        f"peak {mib(answer.peak.nbytes)} MiB: {fits} in {mib(limit)} "
         f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}"
     )
     if limit < answer.peak.nbytes <= q.gpu.memory:
@@ -152,10 +159,11 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19
     ]
     t = answer.time
-    usual, most, rows = reserved(c, q.ranks)
+    rows, low, high = reserved(q)
+    low = max(low, 1.0)
     text.append(
-        f"max reserved about {mib(usual * answer.peak.nbytes)} MiB: {usual} of max allocated, the figure above, "
-        f"in the median of {rows} runs on an H100, {most} at most"
+        f"reserved {mib(low * answer.peak.nbytes)} to {mib(high * answer.peak.nbytes)} MiB by torch's allocator: "
+        f"{low:.2f} to {high:.2f} of the peak, which is what is allocated ({rows} runs; 1 in 20 needs more)"
     )
     within = ""
     if error := bar(q):
@@ -181,10 +189,10 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         text.append(
             f"{search.written(tokens)} tokens: {lasts}, {small(hours * q.ranks)} GPU-hours{bill}"
         )
-    if not fits:
+    if fits == "DOES NOT FIT":
         text.append("what to turn first: MiB saved, ms lost a step, peak MiB, fits")
         for name, saved, lost, new in search.relief(q)[:8]:
-            yes = "yes" if new.peak.nbytes <= limit else "no"
+            yes = SHORT[verdict(q, new.peak.nbytes, limit)]
             text.append(
                 f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}"
             )
@@ -193,21 +201,22 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     return text
 
 
-def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
+def fit_lines(settings: list[Setting], sequences: int) -> list[str]:
     """The table of --fit."""
     head = [
-        f"least recomputation for {sequences} sequences a step; -: does not fit",
+        f"least recomputation for {sequences} sequences a step, by what is allocated: may fit; -: does not",
         "gpus, micro-batch, ratio, grad-accum",
     ]
+    ratios = ["-" if each.ratio is None else format(each.ratio, ".2f") for each in settings]
     return head + [
-        f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}"
-        for c in cells
+        f"{each.ranks}, {each.micro}, {ratio}, {each.accum}"
+        for each, ratio in zip(settings, ratios, strict=True)
     ]
 
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     """The fastest plan and the front. ValueError for a --plot that cannot be written."""
-    limit = q.gpu.memory - reserve_gib * 2**30
+    limit = (q.gpu.memory - reserve_gib * 2**30) / reserved(q)[2]
     if plot:  # before the search
         draw([], plot, limit)
     top, front = search.best(q, limit)

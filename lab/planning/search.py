@@ -177,7 +177,7 @@ def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
     """What lowers the peak of a plan: (flags, bytes saved, seconds lost, answer), least time lost for a byte saved
     first."""
     now = q.answer()
-    found = []
+    gains = []
     options = [*FASTER_FIRST]
     if q.c.batch % 2 == 0:
         options.append(dict(batch=q.c.batch // 2, grad_accum=2 * q.c.grad_accum))
@@ -189,8 +189,8 @@ def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
         saved = now.peak.nbytes - answer.peak.nbytes
         lost = answer.time.seconds - now.time.seconds
         if saved > 0:
-            found.append((label(new.c, q.c), saved, lost, answer))
-    return sorted(found, key=lambda each: max(each[2], 0) / each[1])
+            gains.append((label(new.c, q.c), saved, lost, answer))
+    return sorted(gains, key=lambda each: max(each[2], 0) / each[1])
 
 
 def plans(q: Question) -> Iterator[Question]:
@@ -244,8 +244,8 @@ def estimate(q: Question) -> Estimate:
     if deep <= 2 * few[1]:
         answer = q.answer()
         return Estimate(answer.peak.nbytes, answer.time.seconds, q)
-    found = [replace(q, a=replace(q.a, depth=d)).with_flags(depth=d).answer() for d in few]
-    low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in found)
+    shallow = [replace(q, a=replace(q.a, depth=d)).with_flags(depth=d).answer() for d in few]
+    low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in shallow)
     grown = (deep - few[0]) / (few[1] - few[0])
     return Estimate(*(x + grown * (y - x) for x, y in zip(low[:2], high[:2], strict=True)), q)
 
@@ -254,17 +254,17 @@ def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
     """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the front. With fp32 moments and
     with bf16: first a grid, then what is near the best of it."""
     wide = [q.with_flags(adam_dtype=dtype) for dtype in dict.fromkeys((q.c.adam_dtype, "bf16"))]
-    found = [
+    estimates = [
         estimate(plan) for each in wide for plan in plans(each) if not misfit(plan.c, q.a, q.ranks)
     ]
-    top = sorted((each for each in found if each.nbytes <= limit), key=lambda each: each.seconds)[
-        :3
-    ]
-    for each in [*front(found), *top]:
-        found += [estimate(plan) for plan in nearby(each.q) if not misfit(plan.c, q.a, q.ranks)]
-    exact = {id(each): each.q.answer() for each in front(found)}
+    top = sorted(
+        (each for each in estimates if each.nbytes <= limit), key=lambda each: each.seconds
+    )[:3]
+    for each in [*front(estimates), *top]:
+        estimates += [estimate(plan) for plan in nearby(each.q) if not misfit(plan.c, q.a, q.ranks)]
+    exact = {id(each): each.q.answer() for each in front(estimates)}
     fitting = sorted(
-        (each for each in found if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds
+        (each for each in estimates if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds
     )
     answers = (exact.get(id(each)) or each.q.answer() for each in fitting[:12])
     fastest = next((answer for answer in answers if answer.peak.nbytes <= limit), None)
@@ -298,7 +298,7 @@ def least(
     return grid[low] if low < len(grid) else None
 
 
-class Cell(NamedTuple):
+class Setting(NamedTuple):
     ranks: int
     micro: int
     ratio: float | None  # the least fraction of recomputed blocks that fits; None: none does
@@ -309,10 +309,10 @@ class Cell(NamedTuple):
 
 def fit_table(
     q: Question, gpus: Sequence[int], micro: Sequence[int], sequences: int, limit: float
-) -> list[Cell]:
+) -> list[Setting]:
     """For every number of GPUs and sequences of a micro-batch that divide the `sequences` of a step: the least
     recomputation, on a grid of 0.05, with which a step fits into `limit` bytes, and the accumulation that follows."""
-    cells = []
+    settings = []
     for ranks, batch in product(gpus, micro):
         if sequences % (ranks * batch):
             continue
@@ -321,8 +321,8 @@ def fit_table(
         asked = asked if asked.c.remat != "none" else asked.with_flags(remat="block")
         at = {ratio: asked.with_flags(remat_ratio=ratio) for ratio in GRID}
         ratio = least(GRID, lambda ratio, at=at: at[ratio].peak().nbytes <= limit)
-        cells.append(Cell(ranks, batch, ratio, accum, at[1.0 if ratio is None else ratio]))
-    return cells
+        settings.append(Setting(ranks, batch, ratio, accum, at[1.0 if ratio is None else ratio]))
+    return settings
 
 
 @dataclass(frozen=True)
@@ -394,11 +394,11 @@ def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
     """The flags of a command line, and main.py's, still as words; the command may be one that runs main.py. Ends the
     process with exit code 2 and one line for a bad one."""
     argv = of_command(argv)
-    own, others = parse_known(Plan, argv, "plan.py", about)
+    request, others = parse_known(Plan, argv, "plan.py", about)
     for name, usage in dict(fit="--fit 8 16", what_if="--what-if seqlen 2048 4096").items():
-        if flag(name) in argv and not getattr(own, name):
+        if flag(name) in argv and not getattr(request, name):
             fail(f"{flag(name)}: needs values after it, as {usage}", 0)
-    return checked(own), others
+    return checked(request), others
 
 
 def written(value: float | str) -> str:
@@ -417,16 +417,16 @@ def check_range(name: str, values: Iterable[float], low: int, limit: str) -> Non
             fail(f"{flag(name)} {written(value)}: must be {wanted}", 0)
 
 
-def checked(own: Plan) -> Plan:
+def checked(request: Plan) -> Plan:
     """Ends the process with exit code 2 and one line for a number that is none of these flags."""
     for name in ("gpus", "nodes"):
-        check_range(name, (getattr(own, name),), 1, "1e18")
+        check_range(name, (getattr(request, name),), 1, "1e18")
     for name in ("reserve_gib", "tokens", "price", "watts", "lora"):
-        check_range(name, (getattr(own, name),), 0, "1e18")
+        check_range(name, (getattr(request, name),), 0, "1e18")
     for name in ("hf", "plot"):
-        if getattr(own, name) == "":
+        if getattr(request, name) == "":
             fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
-    return own
+    return request
 
 
 UNREAD = set(
@@ -441,44 +441,44 @@ def named(words: Sequence[str]) -> list[str]:
 
 def unread(words: Sequence[str]) -> list[str]:
     """A line on flags of main.py that no answer depends on."""
-    found = [flag(name) for name in named(words) if name in UNREAD]
-    return [f"no part of a plan: {' '.join(found)}"] * bool(found)
+    ignored = [flag(name) for name in named(words) if name in UNREAD]
+    return [f"no part of a plan: {' '.join(ignored)}"] * bool(ignored)
 
 
-def two_questions(own: Plan, words: Sequence[str]) -> str | None:
+def two_questions(request: Plan, words: Sequence[str]) -> str | None:
     """Why flags of plan.py do not go together, or None."""
-    kinds = [name for name in ("exact", "fit", "best", "what_if") if getattr(own, name)]
+    kinds = [name for name in ("exact", "fit", "best", "what_if") if getattr(request, name)]
     if len(kinds) > 1:
         return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
     single = not kinds
     for name, wanted, reason in (
-        ("plot", own.best, "--best"),
-        ("price", own.tokens, "--tokens"),
+        ("plot", request.best, "--best"),
+        ("price", request.tokens, "--tokens"),
         ("tokens", single, "a single plan"),
     ):
-        if (value := getattr(own, name)) and not wanted:
+        if (value := getattr(request, name)) and not wanted:
             return f"{flag(name)} {written(value)}: is for {reason}"
     shape = {f.name for f in fields(flags.Shape)}
-    if own.hf and (wrong := next((name for name in named(words) if name in shape), None)):
-        return f"{flag(wrong)}: the shape is that of --hf {own.hf}; leave out one of the two"
+    if request.hf and (wrong := next((name for name in named(words) if name in shape), None)):
+        return f"{flag(wrong)}: the shape is that of --hf {request.hf}; leave out one of the two"
     return None
 
 
-def question(own: Plan, words: Sequence[str]) -> Question:
+def question(request: Plan, words: Sequence[str]) -> Question:
     """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
     c = flags.parse(words, kind=Both, prog="plan.py")
     c = flags.Config(c.training, c.system, c.output)
-    ranks = own.gpus * own.nodes
+    ranks = request.gpus * request.nodes
     if c.world and ranks > 1:
         raise ValueError(f"--world {c.world}: is {ranks} by --gpus and --nodes; leave it out")
     if c.world:
-        own = replace(own, gpus=c.world)
+        request = replace(request, gpus=c.world)
         ranks = c.world
         c = replace(c, system=replace(c.system, world=None))
-    gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
-    if own.reserve_gib * 2**30 >= gpu.memory:
+    gpu = hardware.field(hardware.gpu(request.gpu, request.watts), c.compile == "none")
+    if request.reserve_gib * 2**30 >= gpu.memory:
         raise ValueError(
-            f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all"
+            f"--reserve-gib {request.reserve_gib:g}: {request.gpu} has {gpu.memory / 2**30:.1f} GiB in all"
         )
     compiled = c.compile if c.compile in ("none", "blocks") else "fwdbwd"
     wrapper = "fsdp2" if c.wrapper == "fsdp2" and compiled != "fwdbwd" else "simple"
@@ -505,17 +505,20 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     c = flags.resolve(c, "cuda", ranks)
     if c.depth > MOST_BLOCKS:
         raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
-    a = read(own.hf) if own.hf else reference(c)
+    a = read(request.hf) if request.hf else reference(c)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     kept = dict(
-        logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops
+        logits=request.logits,
+        master_dtype=request.master_dtype,
+        lora=request.lora,
+        remat_ops=request.remat_ops,
     )
     plain = SimpleNamespace(**(c.flat() | shape | kept))
     if problem := misfit(plain, a, ranks):
         raise ValueError(problem)
     inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)
     try:
-        across = link(own.across, ports=True)
+        across = link(request.across, ports=True)
     except ValueError as error:
         raise ValueError(str(error).replace("--link", "--across", 1)) from None
-    return Question(plain, a, gpu, ranks, own.gpus, inside, across)
+    return Question(plain, a, gpu, ranks, request.gpus, inside, across)

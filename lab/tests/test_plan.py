@@ -74,6 +74,14 @@ def test_of_a_model_with_a_vision_tower_the_text_part_is_planned():
     assert a.parameters == text[1] and "text part alone" in a.note
 
 
+def test_adapters_of_phi3_stand_beside_its_fused_layers():
+    """One of q, k and v and one of gate and up, as peft attaches them: rows and columns times the rank."""
+    shape = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4)
+    a = architecture(shape | dict(model_type="phi3", num_key_value_heads=2, vocab_size=500))
+    adapted = sum((m + n) * count for (m, n), count in a.adapted.items())
+    assert adapted == 2 * ((64 + 128) + (64 + 64) + (64 + 320) + (160 + 64))
+
+
 def test_the_active_parameters_of_a_mixture_of_experts():
     a = architecture(CONFIGS["Qwen3-30B-A3B"][0])
     assert a.active_parameters == a.parameters - 48 * 120 * 3 * 2048 * 768
@@ -226,7 +234,7 @@ def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for said in ("7'615'616'512 parameters", "fits in", "mfu ", "mfu_palm", "hfu", "tokens/s", "GPU-hours, cost",
-                 "EXTRAPOLATED for h200", "85 % were within", "max reserved about"):  # fmt: skip
+                 "EXTRAPOLATED for h200", "85 % were within", "MiB by torch's allocator"):  # fmt: skip
         assert said in done.stdout
 
 
