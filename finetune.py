@@ -46,6 +46,7 @@ from trainer.finetuning.run import (
     check_memory,
     exported,
     has_exported,
+    load_adapter,
     open_data,
     open_model,
     report_model,
@@ -152,6 +153,7 @@ def main(
         # Weights of --model. A checkpoint has them all; of --lora it holds the adapters alone.
         if not config.random and (config.lora or not run.resume_point):
             run.extra_columns |= load_weights(config, model, run.group)
+        load_adapter(config, model, run)
         run.resume_into(step)
         report_model(run, config, model, device)
         if run.done:  # all steps were, but not the export

@@ -63,6 +63,23 @@ def test_of_messages_the_answers_are_learned_with_the_token_that_ends_each(batch
     assert stream.labels == learned.sum() and stream.tokens == n
 
 
+@pytest.mark.parametrize("template", LEARNED)
+def test_of_a_chat_whose_history_is_masked_the_last_answer_is_learned_alone(batches, template):
+    stream = batches([dict(messages=TURNS)], template)
+    last = batches([dict(messages=TURNS)], template, mask_history=True)
+    assert learned_text(last) == [LEARNED[template][-1].rstrip()]
+    if template != "llama3":  # which is cut at each answer that is learned
+        assert last.example(0)[0].tolist() == stream.example(0)[0].tolist()
+
+
+def test_thoughts_of_a_masked_history_need_not_be_rendered(batches):
+    thought = [dict(each, content="<think>\nHm.\n</think>\n\n" * (each["role"] == "assistant") + each["content"])
+               for each in TURNS]  # fmt: skip
+    last = batches([dict(messages=thought)], "qwen3", mask_history=True)
+    assert len(last.data.chosen) == 1 and last.preview(0, False).count("Hm.") == 1
+    assert learned_text(last) == ["<think>\nHm.\n</think>\n\nFive, I think.<|im_end|>"]
+
+
 def test_labels_of_a_template_with_markers_are_those_of_transformers(batches, tokenizer):
     lines = [dict(messages=TURNS), *chats(3)]
     stream = batches(lines, "markers")

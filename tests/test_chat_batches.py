@@ -165,6 +165,26 @@ def test_epochs_run_on_each_in_its_own_order(batches):
 
 
 @pytest.mark.parametrize("pad", PADS)
+@pytest.mark.parametrize("block", [1 << 14, 7])
+def test_of_a_long_text_in_chunks_each_token_is_learned_once(batches, pad, block, monkeypatch, tmp_path):
+    monkeypatch.setattr("trainer.finetuning.examples.BLOCK", block)
+    texts = [" ".join(f"word{i * j}" for j in range(n)) for i, n in enumerate([1, 9, 200, 31])]
+    lines, how = [*(dict(text=text) for text in texts), *chats(3)], dict(seqlen=32, pad=pad, cache=str(tmp_path / "c"))
+    stream, cut = batches(lines, long_text="chunks", **how), batches(None, **how)
+    sizes = stream.data.data.sizes
+    assert stream.labels - sum(sizes[:4] - 1) == cut.labels - sum(np.minimum(sizes[:4], 33) - 1)
+    targets = torch.cat([targets.flatten() for _, targets, *_ in steps_of(stream, stream.epoch_samples)])
+    learned = sorted(targets[targets >= 0].tolist())
+    expected = [t for i in range(4) for t in stream.data.data[i][0][1:].tolist()]
+    for i in range(4, 7):
+        ids, on = (part[:33] for part in stream.data.data[i])
+        expected += ids[1:][on[1:]].tolist()
+    assert learned == sorted(expected) and "3 in chunks of 32 tokens" in stream.description
+    assert "cut" not in stream.description and "3 cut to 33 tokens" in cut.description
+    assert stream.fingerprint != cut.fingerprint and max(stream.data.inputs) == 32
+
+
+@pytest.mark.parametrize("pad", PADS)
 def test_what_is_held_out_is_never_trained_on(batches, pad):
     everything, stream = batches(chats(200), pad=pad), batches(None, pad=pad, hold_out=True, global_batch=4)
     assert "197 to train on" in stream.description and "; 3 held out" in stream.description
@@ -174,6 +194,7 @@ def test_what_is_held_out_is_never_trained_on(batches, pad):
     apart = pairs(iter(held), 1)
     assert apart and not {str(each) for each in apart if len(each[0]) > 20} & {str(each) for each in trained}
     assert len(apart) + stream.labels == everything.labels and stream.fingerprint != everything.fingerprint
+    assert stream.held_examples(9) == 3 and everything.held_examples(9) == 0
     assert not everything.held and not list(everything.held_out(9))
     for each, first in ((stream, held[0]), (everything, next(everything))):  # --sample has what is before an answer
         tokens, targets, _ = first
@@ -265,6 +286,12 @@ def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_pa
     made(3)  # what is imported and kept
     (peak, size), (higher, more) = made(examples.CHUNK), made(4 * examples.CHUNK)
     assert higher - peak < (more - size) / 4, (higher - peak, more - size)
+
+
+def test_a_process_holds_some_eighty_bytes_per_example(batches):
+    stream = batches(chats(2000))
+    arrays = [array for each in (stream.data, stream.data.data) for array in vars(each).values()]
+    assert 60 < sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) / 2000 < 90
 
 
 def test_a_disk_without_room_for_tokens_is_told_in_one_line(batches, monkeypatch):

@@ -211,6 +211,8 @@ OTHERS_KEYS = [  # key, value that is refused, values with which nothing changes
     ("documents", [dict(text="a")], [None], "write them into one"),
     ("images", ["a.png"], [[]], 'without images, found images ."a.png'),
     ("videos", ["a"], [None], "without videos"), ("audios", ["a"], [None], "without sounds"),
+    ("image", dict(path="a.png"), [None], "without images, found image "), ("video", "a", [None], "without videos"),
+    ("audio", "a", [None], "without sounds"),
     ("input_ids", [1, 2], [[]], "leave input_ids out"), ("labels", [1], [None], "leave labels out"),
 ]  # fmt: skip
 

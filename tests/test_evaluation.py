@@ -174,7 +174,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
     assert evaluations(once) == {7: found[7]}
     for s in done.steps:
         if "eval_loss" in s:
-            assert s.keys() == {"step", "tokens", "loss", "eval_loss", "eval_bpb"}
+            assert s.keys() == {"step", "tokens", "loss", "eval_loss", "eval_bpb", "eval_examples"}
             assert s["loss"] == next(each["loss"] for each in done.steps if each["step"] == s["step"])
             assert s["eval_bpb"] == pytest.approx(s["eval_loss"] / math.log(2))
             assert abs(s["eval_loss"] - 5.5) < 0.5
@@ -183,7 +183,8 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
     assert (done.row["eval_loss"], done.row["eval_step"]) == (found[7], 7)
     assert done.row["eval_bpb"] > 7
     assert f"held-out loss {found[7]:.4f}  {found[7] / math.log(2):.4f} bits per byte" in done.out
-    assert f"held out loss {found[7]:.4f}, {found[7] / math.log(2):.4f} bits per byte, after step 7" in done.out
+    bits = f"{found[7] / math.log(2):.4f} bits per byte"
+    assert f"held out loss {found[7]:.4f}, {bits}, of 6 examples, after step 7" in done.out
     assert done.row["n"] == 4 and done.row["step_ms_max"] < 400 and max(s.get("ms", 0) for s in done.steps) < 400
     if os.access(memory.CLEAR_REFS, os.W_OK):
         assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200

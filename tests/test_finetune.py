@@ -120,6 +120,8 @@ def test_a_run_learns_saves_resumes_bit_equal_and_exports(tune, qwen, tmp_path, 
     row = whole.row
     assert row["outcome"] == "ok" and row["loaded_from"] == "slices" and row["load_s"] > 0
     assert row["eval_ppl"] == pytest.approx(torch.tensor(row["eval_loss"]).exp().item())
+    # One of 64 is held out.
+    assert row["eval_examples"] == 1 and f"perplexity {row['eval_ppl']:.3f}, of 1 example, after step 8" in whole.out
     assert row["flags"]["model"] == "qwen" and row["depth"] == 2 and row["flags"]["effective_batch"] == 4
     assert "26 tensors of bfloat16, each rank its rows" in whole.out
     os.makedirs("b")

@@ -41,6 +41,7 @@ LORA = "--lora", 4, "--lora-alpha", 8.0
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
+MODULES = ["lm_head", "embed_tokens", "model.norm"]
 # Model, what peft adapts: modules, and parameters; flags.
 KINDS = {
     "qwen2.5": ("qwen2.5", SEVEN, None, []), "qwen3-moe": ("qwen3-moe", SEVEN[:4], None, []),
@@ -49,14 +50,16 @@ KINDS = {
     "deepseek": ("deepseek", LATENT, [f"model.layers.{path}.{name}.weight" for name in SEVEN[4:]
                                       for path in ("0.mlp", "1.mlp.shared_experts")], []),
     "experts": ("qwen3-moe", SEVEN[:4], STACKED, ["--lora-targets", "all-linear", "experts"]),
+    "rslora": ("qwen2.5", SEVEN, None, ["--lora-rslora"]),
+    "modules": ("qwen3", SEVEN, None, ["--lora-modules-to-save", *MODULES]),
     "transposed": ("gpt-oss", None, STACKED, ["--lora-targets", "experts"]),
 }  # fmt: skip
-EXACT = "qwen2.5", "qwen3-moe", "mixtral", "gpt2"
+EXACT = "qwen2.5", "qwen3-moe", "mixtral", "gpt2", "rslora", "modules"
 
 
 def whole(model):
-    """{name: adapter}, of sharded ones."""
-    found = adapters_in(model.named_parameters())
+    """{name: what is trained}, of sharded ones."""
+    found = model.saved_with_adapters()
     return {name: p.detach().full_tensor().clone() for name, p in found.items()}
 
 
@@ -68,7 +71,7 @@ def train_every_kind(mesh):
         usual = folder, "--seqlen", 12, "--lr", "1e-2", *LORA, *more, "--export"
         step = built(c := resolved(*usual, out))
         load.load_weights(c, step.model, None)
-        before, losses = whole(step.model.model), []
+        before, losses = whole(step.model), []
         for k in range(3):
             tokens = (TOKENS + k)[rank : rank + 1]
             losses.append(step(tokens, tokens.roll(-1, 1)).item())
@@ -76,7 +79,7 @@ def train_every_kind(mesh):
         stored = {(p.dtype, p.requires_grad, isinstance(p, DTensor)) for p in step.model.parameters()}
         with torch.no_grad():
             found = step.model(TOKENS)
-        told[kind] = before, losses, whole(step.model.model), stored, found, export.export(
+        told[kind] = before, losses, whole(step.model), stored, found, export.export(
             resolved(*usual, f"{out}-merged", "--merge"), step.model, None)  # fmt: skip
     if not rank:
         torch.save(told, f"{os.environ['MODELS']}/told.pt")
@@ -97,10 +100,12 @@ def of_peft(folder, kind, before):
     """peft's own model on one process, with these adapters, and its names of them."""
     _, modules, parameters, _ = KINDS[kind]
     how = dict(task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2", target_modules=modules or [])
-    how |= dict(target_parameters=parameters)
+    how |= dict(target_parameters=parameters, use_rslora=kind == "rslora")
+    how |= dict(modules_to_save=MODULES if kind == "modules" else None)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **how)).eval()
-    own = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    own = {name.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): p
+           for name, p in model.named_parameters() if p.requires_grad}  # fmt: skip
     assert own.keys() == before.keys()
     for name, p in own.items():
         p.data.copy_(before[name])
@@ -238,6 +243,71 @@ def test_a_run_of_a_mixture_is_resumed_bit_equal_exported_and_merged(kind, tune,
         adapted, merged = model(input_ids=TOKENS).logits, logits("merged", dtype=torch.float32)
     before = (logits(folder, dtype=torch.float32) - adapted).abs().max()
     assert (merged - adapted).abs().max() < 0.2 * before  # but for the rounding to bf16
+
+
+def test_tied_modules_are_trained_whole_resumed_bit_equal_and_opened_by_peft(tune, qwen, tmp_path, capfd):
+    usual = *LORA, "--lora-modules-to-save", "lm_head", "embed_tokens", "--lr", "1e-2", "--steps", 4, "--eval-every", 2
+    usual += "--log-every", 1
+    whole = fine(tune(*usual, "--save", "a", "--save-every", 2, "--export", "out"))
+    assert "embed_tokens, lm_head trained whole in fp32: 16'512 parameters are trained" in whole.out
+    os.makedirs("b")
+    shutil.copytree("a/step-00000002", "b/step-00000002")
+    again = fine(tune(*usual, "--save", "b", "--export", "again"))
+    assert again.row["resumed_after"] == 2 and losses(again)[-1] == losses(whole)[-1]
+    assert Path("out/adapter_model.safetensors").read_bytes() == Path("again/adapter_model.safetensors").read_bytes()
+    fine(later(capfd, "a", "merged", "--model", qwen, "--merge"))
+    base = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    opened = PeftModel.from_pretrained(base, "out").eval()
+    with torch.no_grad():
+        adapted, merged = opened(input_ids=TOKENS).logits, logits("merged", dtype=torch.float32)
+    before = (logits(qwen, dtype=torch.float32) - adapted).abs().max()
+    assert (merged - adapted).abs().max() < 0.2 * before  # but for the rounding to bf16
+    words = "--lora-modules-to-save lm_head: shares its weight with model.embed_tokens (tied); name model.embed_tokens"
+    refused(2, words, tune("--steps", 1, *LORA, "--lora-modules-to-save", "lm_head"))
+    words = "--lora-modules-to-save classifier: names no module with weights; use down_proj, embed_tokens, gate_proj, "
+    refused(2, words, tune("--steps", 1, *LORA, "--lora-modules-to-save", "classifier"))
+
+
+def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
+    usual = "--lora", 4, "--lora-rslora", "--lora-modules-to-save", "norm", "--lr", "1e-2", "--eval-every", 9
+    first = fine(tune(*usual, "--steps", 3, "--export", "out"))
+    same = fine(tune("--adapter", "out", "--steps", 0, "--eval-every", 9))
+    assert "out/adapter_model.safetensors: 33 tensors of float32, with which training begins" in same.out
+    assert same.row["eval_loss"] == first.row["eval_loss"]
+    assert same.row["flags"]["lora"] == 4 and same.row["flags"]["lora_alpha"] == 8
+    # Resumed, the run has its own adapters.
+    more = "--adapter", "out", "--steps", 4, "--log-every", 1, "--save-every", 2, "--save"
+    whole = fine(tune(*more, "a"))
+    os.makedirs("b")
+    shutil.copytree("a/step-00000002", "b/step-00000002")
+    assert losses(fine(tune(*more, "b"))) == losses(whole)[2:]
+    words = "--lora 8: not with --adapter out, which has --lora 4; leave it out"
+    refused(2, words, tune("--adapter", "out", "--lora", 8))
+    refused(2, "--adapter out: not with --random: they fit", tune("--adapter", "out", "--random"))
+
+
+def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
+    torch.manual_seed(1)
+    settings = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", lora_dropout=0.1, use_rslora=True,
+                          init_lora_weights=False, task_type="CAUSAL_LM", modules_to_save=["norm"])  # fmt: skip
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), settings).eval()
+    theirs.save_pretrained("theirs")
+    fine(tune("--adapter", "theirs", "--steps", 1, "--lr", "1e-30", "--export", "out"))
+    base = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(input_ids=TOKENS).logits
+        assert torch.equal(PeftModel.from_pretrained(base, "out").eval()(input_ids=TOKENS).logits, expected)
+    edit_json(Path("theirs/adapter_config.json"), r=2)
+    refused(3, "of another shape: model.layers.0.self_attn.q_proj.lora_A.default.weight", tune("--adapter", "theirs"))
+    for name, value in dict(use_dora=True, bias="all", init_lora_weights="pissa_niter_4", target_modules=".*q_proj",
+                            peft_type="IA3", rank_pattern=dict(q_proj=9)).items():  # fmt: skip
+        before = Path("theirs/adapter_config.json").read_text()
+        edit_json(Path("theirs/adapter_config.json"), **{name: value})
+        refused(2, f"--adapter theirs: adapter_config.json has {name} {value}"[:70], tune("--adapter", "theirs"))
+        Path("theirs/adapter_config.json").write_text(before)
+    refused(2, "--adapter nowhere: adapter_config.json: No such file", tune("--adapter", "nowhere"))
+    Path("theirs/adapter_config.json").write_text("[1]")
+    refused(2, "--adapter theirs: adapter_config.json is not as peft writes it", tune("--adapter", "theirs"))
 
 
 def test_what_cannot_be_adapted_is_named_and_what_can(tune, tmp_path):

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
-n compile_s first_step_cpu_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_ppl eval_step""".split()
+n compile_s first_step_cpu_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_ppl eval_step
+eval_examples""".split()
 
 # ------------------------------------------------------------------------------------------------------------ one rank
 
@@ -61,6 +62,18 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     assert all(a > b for a, b in zip(lr[4:], lr[5:], strict=False))
     assert lr[54] == pytest.approx(0.55)
     assert 0.1 < lr[-1] < 0.101
+
+
+def test_a_warmup_by_its_share_of_the_steps_is_that_of_as_many_steps():
+    def of(argv):
+        c = resolved(f"--lr 1 {argv}")
+        return [learning_rate(c, k) for k in range(c.steps)]
+
+    for schedule in ("cosine", "wsd", "constant"):
+        # Rounded up, as transformers does.
+        usual = f"--steps 33 --schedule {schedule}"
+        assert of(f"{usual} --warmup-ratio 0.1") == of(f"{usual} --warmup 4")
+    assert of("--steps 33 --warmup-ratio 0.1") != of("--steps 33")
 
 
 def test_schedules_other_than_the_cosine():

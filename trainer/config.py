@@ -97,6 +97,8 @@ class Optimization:
     """Peak learning rate. After --warmup it follows --schedule."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to --lr."""
+    warmup_ratio: float = 0.0
+    """The same as a share of --steps, rounded up, in place of --warmup."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine: along a cosine to a tenth of --lr at the last step. wsd (warm-up, stable, decay): stays, then falls
     linearly to a tenth in the last fifth of the steps. constant: stays."""
@@ -297,6 +299,11 @@ class Config:
     def __post_init__(self):
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
 
+    @property
+    def warmup_steps(self) -> int:
+        """Of --warmup, or of --warmup-ratio once --steps are known."""
+        return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup
+
     def on(self, ranks: int) -> "Config":
         """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
         t = self.training
@@ -346,10 +353,10 @@ _RANGES = [
     ("clip weight_decay min_shard_mib norm_limit norm_spike timeout timeout_first",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
-    ("results save profile prepared export eval_data", lambda v: v[:1] not in ("", "~"),
+    ("results save profile prepared export eval_data adapter", lambda v: v[:1] not in ("", "~"),
      "a path; ~ is $HOME, which the shell puts in its place only where a word begins"),
     ("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
-    ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("remat_ratio warmup_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),
 ]  # fmt: skip
 
@@ -421,6 +428,8 @@ def run_misfits(config: Config, started: int, ranks: int) -> list[tuple]:
          sample=config.sample),
          "simulated ranks hold no model worth saving or asking"),
         ("init", dict(resume=config.init is not None and named), "both have weights; leave one of them out"),
+        ("warmup", config.warmup != Optimization.warmup and dict(warmup_ratio=config.warmup_ratio),
+         "both say when the learning rate has risen; leave one of them out"),
         ("steps", config.steps == 0 and not config.eval_every,
          "trains nothing; add --eval-every 1 to evaluate, or give steps"),
         ("steps", config.steps == 0 and dict(save=not unsaved, explain_memory=config.explain_memory,
@@ -502,7 +511,7 @@ def setting(config: Config) -> dict:
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
     values = {name: value for name, value in config.flat().items() if name not in skip}
-    for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export"):
+    for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export", "adapter"):
         if isinstance(value := values.get(name), str):
             values[name] = without_user(value)
         elif value is not None:

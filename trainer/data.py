@@ -431,6 +431,10 @@ class Batches(ReadAhead):
         first = (0 if self.overfit else sample) + self.rank * self.rows
         return torch.stack([self.row(index) for index in range(first, first + self.rows)])
 
+    def held_examples(self, count: int) -> int:
+        """How many sequences `held_out` has in so many batches."""
+        return min(count * self.global_batch, len(self.held))
+
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first `count` batches of what is held out, always the same: (tokens [B, T], targets [B, T]) of this rank.
         Where less is held out there are fewer, and targets that the last one lacks are IGNORE. What cannot be read is

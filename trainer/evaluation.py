@@ -66,7 +66,7 @@ def evaluate(
         if batches.error:  # the next boundary ends the run
             total[0] = math.nan
         loss, count = step.all_reduce(total, "sum").tolist()
-    figures = dict(eval_loss=loss / count)
+    figures = dict(eval_loss=loss / count, eval_examples=batches.held_examples(config.eval_batches))
     if batches.bytes:
         return figures | dict(eval_bpb=figures["eval_loss"] / math.log(2))
     return figures | dict(eval_ppl=math.exp(min(figures["eval_loss"], 700)))

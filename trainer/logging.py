@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.terminal.output import regular, tell
-from trainer.terminal.text import grouped, one_line
+from trainer.terminal.text import counted, grouped, one_line
 from trainer.trackers import TrackerOptions, Trackers
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
@@ -66,6 +66,7 @@ LINE = {
     "eval_loss": "held-out loss {:.4f}",
     "eval_bpb": "{:.4f} bits per byte",
     "eval_ppl": "perplexity {:.3f}",
+    "eval_examples": "examples {:,}",
 }
 
 
@@ -223,6 +224,8 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     if row.get("eval_loss") is not None:
         more = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
         more += f", perplexity {grouped(row['eval_ppl'], 3)}" * (row.get("eval_ppl") is not None)
+        if row.get("eval_examples") is not None:
+            more += f", of {counted(row['eval_examples'], 'example')}"
         lines.insert(
             1,
             f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}; "

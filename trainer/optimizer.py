@@ -25,15 +25,16 @@ from trainer.config import Config
 
 def learning_rate(config: Config, k: int) -> float:
     """Of step k, from 0 on: linear warm-up, then --schedule."""
-    if k < config.warmup:
-        return config.lr * (k + 1) / config.warmup
+    warmup = config.warmup_steps
+    if k < warmup:
+        return config.lr * (k + 1) / warmup
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "wsd":
         return config.lr * min(1, 0.1 + 0.9 * (config.steps - k) / max(1, config.steps / 5))
     if config.schedule != "cosine":
         raise ValueError(f"--schedule {config.schedule}: no rate is known of it")
-    progress = (k - config.warmup) / max(1, config.steps - config.warmup)
+    progress = (k - warmup) / max(1, config.steps - warmup)
     return config.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 

@@ -107,7 +107,9 @@ def row(run: RunToSummarize, outcome: str) -> dict:
         else None
     )
     row |= (
-        dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split())
+        dict.fromkeys(
+            "eval_loss eval_bpb eval_ppl eval_examples eval_step best_eval_loss best_step".split()
+        )
         | run.evaluated
     )
     row |= run.measured.peak() | dict(first_step_peak_mib=run.measured.first_step_mib) | stats
@@ -163,10 +165,10 @@ def doing(run: RunToSummarize, live: bool) -> Callable[[], str]:
 def notes(config: flags.Config) -> list[str]:
     """What resolved flags ask for and will not get, though that is no error."""
     texts = []
-    if config.warmup >= config.steps > 0:
-        top = config.lr * config.steps / config.warmup
+    if config.warmup_steps >= config.steps > 0:
+        top = config.lr * config.steps / config.warmup_steps
         texts.append(
-            f"--warmup {config.warmup} is not below --steps {config.steps}: the learning rate ends at {top:.3g}"
+            f"--warmup {config.warmup_steps} is not below --steps {config.steps}: the learning rate ends at {top:.3g}"
         )
     if config.world:
         texts.append(

@@ -153,6 +153,8 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
     if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:
         return f"--lora-targets {' '.join(c.lora_targets)}: adapters are planned beside all linear layers; leave it out"
+    if getattr(c, "lora_modules_to_save", ()):
+        return "--lora-modules-to-save: adapters are planned beside a frozen model; leave it out"
     if lora > min(a.width, a.hidden):
         return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
     if c.mlp_chunk and c.mlp != "lean":
@@ -430,7 +432,7 @@ def checked(request: Plan) -> Plan:
 
 
 UNREAD = set(
-    "data eval_every steps lr warmup schedule weight_decay clip nonfinite seed init".split()
+    "data eval_every steps lr warmup warmup_ratio schedule weight_decay clip nonfinite seed init".split()
 ) | {f.name for f in fields(flags.Output)}
 
 

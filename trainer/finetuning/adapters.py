@@ -11,7 +11,8 @@ tensor [E, m, n] are no linear layers; the target "experts" gives each of them a
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 from unittest import mock
@@ -26,14 +27,26 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 from transformers.pytorch_utils import Conv1D
 
+from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.data import DataError
+from trainer.distributed.control import Group, agree
+from trainer.finetuning.adapter_settings import ALL_LINEAR, EXPERTS
 from trainer.finetuning.checks import weights_in
-from trainer.finetuning.config import ALL_LINEAR, EXPERTS
+from trainer.finetuning.config import Config
 from trainer.finetuning.load import files_of
-from trainer.finetuning.model import HuggingFaceModel, adapters_in, is_adapter, without_adapters
+from trainer.finetuning.model import HuggingFaceModel, is_adapter, without_adapters
 from trainer.terminal.text import grouped
 
 ADAPTER = "default"  # its name in peft
+FLAGS = (
+    "lora",
+    "lora_alpha",
+    "lora_targets",
+    "lora_rslora",
+    "lora_modules_to_save",
+)  # in a checkpoint, too
 DRAWN = "drawn from --seed"  # what a checkpoint says of frozen weights that were not loaded
 # Of these model types a kernel reads the weight of this layer, past its adapter, which peft therefore refuses.
 KERNELS = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
@@ -75,17 +88,27 @@ def attach(
     lora: int,
     lora_alpha: float,
     lora_targets: list[str],
+    lora_rslora: bool = False,
+    lora_modules_to_save: Sequence[str] = (),
     random: bool = False,
 ) -> None:
-    """Freezes a model on the meta device and puts adapters of rank `lora` beside the linear layers that `lora_targets`
-    names. random: the frozen weights are drawn, not those of `folder`. ValueError: a target names no linear layer."""
+    """Freezes a model on the meta device, but for the modules that `lora_modules_to_save` names, and puts adapters of
+    rank `lora` beside the linear layers outside of them that `lora_targets` names. random: the frozen weights are
+    drawn, not those of `folder`. ValueError: a name fits nothing."""
     inner = model.model
     dtypes = {name: t.dtype for name, _, t in files_of(inner, folder).values()}
     how = dict(
         bias="none", lora_dropout=0.0, task_type="CAUSAL_LM", fan_in_fan_out=_has_conv1d(inner)
     )
-    chosen = _chosen(inner, [name for name in lora_targets if name != EXPERTS])
-    experts = stacked(inner) if EXPERTS in lora_targets else []
+    whole = _modules_named(inner, lora_modules_to_save)
+    model.beside_adapters = _parameters_of(inner, whole)
+    trained = {id(inner.get_parameter(name)) for name in model.beside_adapters}
+
+    def adaptable(names):
+        return [name for name in names if not any(f"{name}.".startswith(f"{m}.") for m in whole)]
+
+    chosen = {*adaptable(_chosen(inner, [name for name in lora_targets if name != EXPERTS]))}
+    experts = adaptable(stacked(inner)) if EXPERTS in lora_targets else []
     if EXPERTS in lora_targets and not experts:
         raise ValueError(
             f"--lora-targets {EXPERTS}: the model has none that are stacked in one tensor; leave it out"
@@ -95,6 +118,7 @@ def attach(
         lora_alpha=lora_alpha,
         target_modules=_in_short(inner, chosen),
         target_parameters=experts or None,
+        use_rslora=lora_rslora,
         **how,
     )
     with _names_as_they_are():
@@ -110,14 +134,48 @@ def attach(
             "it, or name other layers"
         )
     for name, p in [*inner.named_parameters()]:
-        dtype = torch.float32 if is_adapter(name) else dtypes[without_adapters(name)]
-        swap_tensors(
-            p, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), is_adapter(name))
-        )
+        learned = is_adapter(name) or id(p) in trained
+        dtype = torch.float32 if learned else dtypes[without_adapters(name)]
+        swap_tensors(p, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), learned))
     frozen = DRAWN if random else weights.glimpse(weights_in(folder))
     model.adapters = dict(
-        lora=lora, lora_alpha=lora_alpha, lora_targets=sorted(lora_targets), frozen=frozen
+        lora=lora,
+        lora_alpha=lora_alpha,
+        lora_targets=sorted(lora_targets),
+        lora_rslora=lora_rslora,
+        lora_modules_to_save=sorted(lora_modules_to_save),
+        frozen=frozen,
     )
+
+
+def _modules_named(inner: nn.Module, ends: Sequence[str]) -> list[str]:
+    """Paths of the modules that --lora-modules-to-save names, by the ends of their names."""
+    modules = [name for name, module in inner.named_modules() if [*module.parameters()]]
+    named = []
+    for end in ends:
+        own = [name for name in modules if name.endswith(end)]  # peft's rule
+        if not own:
+            leaves = {
+                n.rpartition(".")[2] for n in modules if not [*inner.get_submodule(n).children()]
+            }
+            raise ValueError(
+                f"--lora-modules-to-save {end}: names no module with weights; use {', '.join(sorted(leaves))}"
+            )
+        named += own
+    return sorted({*named})
+
+
+def _parameters_of(inner: nn.Module, paths: list[str]) -> list[str]:
+    """Names of the parameters of these modules, each name of a tied one. ValueError: one is tied to another module."""
+    every = [*inner.named_parameters(remove_duplicate=False)]
+    own = {name for name, _ in every if any(name.startswith(f"{path}.") for path in paths)}
+    shared = {id(p) for name, p in every if name in own}
+    if outside := [name for name, p in every if id(p) in shared and name not in own]:
+        other, _ = outside[0].rsplit(".", 1)
+        raise ValueError(
+            f"--lora-modules-to-save {' '.join(paths)}: shares its weight with {other} (tied); name {other}, too"
+        )
+    return sorted(own)
 
 
 def stacked(inner: nn.Module) -> list[str]:
@@ -128,13 +186,13 @@ def stacked(inner: nn.Module) -> list[str]:
 
 def _adapted(inner: nn.Module) -> dict[str, LoraLayer]:
     """What has an adapter: modules, and tensors of experts, by their names without adapters."""
-    found = {}
+    layers = {}
     for name, module in inner.named_modules():
         if isinstance(module, LoraLayer):
             parts = without_adapters(f"{name}.").split(".")[:-1]
             last = [module.parameter_name] if isinstance(module, ParamWrapper) else []
-            found[".".join(parts + last)] = module
-    return found
+            layers[".".join(parts + last)] = module
+    return layers
 
 
 def _has_conv1d(inner: nn.Module) -> bool:
@@ -201,13 +259,15 @@ def in_words(model: HuggingFaceModel) -> str:
         else name.rpartition(".")[2]: 0
         for name, m in _adapted(inner).items()
     }
-    sizes = [(is_adapter(name), p) for name, p in inner.named_parameters()]
+    sizes = [(p.requires_grad, p) for p in inner.parameters()]
     own, rest = (sum(p.numel() for mine, p in sizes if mine == kind) for kind in (True, False))
     dtypes = ", ".join(
         sorted({str(p.dtype).removeprefix("torch.") for mine, p in sizes if not mine})
     )
-    text = f"LoRA of rank {model.adapters['lora']} beside {', '.join(layers)}: {grouped(own)} parameters are trained, "
-    text += f"{grouped(rest)} are frozen in {dtypes}"
+    modules = {name.rsplit(".", 1)[0].rpartition(".")[2] for name in model.beside_adapters}
+    also = f", {', '.join(sorted(modules))} trained whole in fp32" * bool(modules)
+    text = f"LoRA of rank {model.adapters['lora']} beside {', '.join(layers)}{also}: "
+    text += f"{grouped(own)} parameters are trained, {grouped(rest)} are frozen in {dtypes}"
     bare = stacked(inner) and not any(isinstance(m, ParamWrapper) for m in _adapted(inner).values())
     bare = (
         f"; experts, which are stacked in one tensor, have none (--lora-targets {ALL_LINEAR} {EXPERTS})"
@@ -227,7 +287,7 @@ class Saved(NamedTuple):
 def saved(model: HuggingFaceModel, base: str) -> Saved:
     """What is to be written. base: the folder of the frozen model, of which an absolute path is not told."""
     inner = model.model
-    own = adapters_in(inner.named_parameters())
+    own = model.saved_with_adapters()
     names = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": name for name in own}
     settings = inner.peft_config[ADAPTER].to_dict() | dict(inference_mode=True)
     settings["base_model_name_or_path"] = (
@@ -241,6 +301,9 @@ def saved(model: HuggingFaceModel, base: str) -> Saved:
         for name, module in _adapted(inner).items()
         if isinstance(module, ParamWrapper) or {name, name.rpartition(".")[2]} & rewritten
     ]
+    # As whole paths: peft takes each module whose name ends so.
+    modules = sorted({name.rsplit(".", 1)[0] for name in model.beside_adapters})
+    settings["modules_to_save"] = modules or None
     text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
     return Saved(names, {file: own[name] for file, name in names.items()}, text)
 
@@ -268,3 +331,28 @@ def merged(inner: nn.Module, name: str, weight: Tensor, read: Callable[[str], Te
         return weight + delta.to(weight.dtype)  # as peft adds it
     delta = transpose(b @ a, layer.fan_in_fan_out) * scaling
     return (weight.float() + delta).to(weight.dtype)
+
+
+def load(config: Config, model: HuggingFaceModel, group: Group) -> None:
+    """Fills the adapters of `model`, and what is trained beside them, with those of --adapter. A collective. DataError,
+    on all ranks, for tensors that do not fit; Desync where ranks see different files."""
+    files = [
+        os.path.join(config.adapter, f"adapter_model.{kind}") for kind in ("safetensors", "bin")
+    ]
+    path = next(filter(os.path.exists, files), files[0])
+
+    def read() -> Counter:
+        names = saved(model, config.model).names
+        regions = weights.table(path)
+        if differ := sorted(regions.keys() ^ names.keys()):
+            which = "the flags" if differ[0] in regions else "the file"
+            raise CheckpointError(f"{path}: {differ[0]} is not in {which}")
+        there = {names[file]: region for file, region in regions.items()}
+        return weights.fill(path, there, model.saved_with_adapters(), cast=True)
+
+    try:
+        agree({f"--adapter {config.adapter}": weights.glimpse(path)}, group)
+        number = checkpoint.on_all(read, group, f"{path}: ")[0]
+    except CheckpointError as error:
+        raise DataError(f"{error}; use adapters of --model") from error
+    checkpoint.say(f"{path}: {weights.listed(number)}, with which training begins")

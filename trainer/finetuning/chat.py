@@ -9,8 +9,9 @@
 pad: "fixed" gives an example a row of seqlen tokens; "longest" one as long as the global batch needs, of at most eight
 lengths; "pack" puts several examples into a row, each with position ids from 0, by which a model keeps them apart. With
 `until` the examples of one line that begin alike (a template that rewrites answers makes one for each answer) have
-their common beginning once in a row. The first seqlen + 1 tokens of an example are used, the last as a target alone.
-What a line may be, and which of its tokens are learned, is told in examples.py.
+their common beginning once in a row. The first seqlen + 1 tokens of an example are used, the last as a target alone;
+with long_text="chunks" all of a text, in chunks of as many.
+What a line may be, and which of its tokens are learned, is described in examples.py.
 """
 
 from __future__ import annotations
@@ -88,10 +89,11 @@ class Examples:
         vocab: int,
         rules: Rules,
         cache: str | None,
+        long_text: str,
     ):
         source = self.source = " ".join(sources)
-        found = [check_files(each, flag) for each in sources]
-        self.files = [*chain.from_iterable(found)]
+        files_by_source = [check_files(each, flag) for each in sources]
+        self.files = [*chain.from_iterable(files_by_source)]
         if len({*map(Path.resolve, self.files)}) < len(self.files):
             raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
         data = self.data = tokenised(self.files, tokenizer, rules, cache, flag)
@@ -99,27 +101,44 @@ class Examples:
             expected = f"token ids below the model's vocabulary of {_n(vocab)}"
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
             raise unusable(source, expected, _n(int(data.top)), fix)
+        # What is trained on is a piece [P]: the whole example, or a chunk of a long text. The last token of a chunk is
+        # the first of the next one, so that each token but the first is learned once.
+        pieces = np.ones_like(data.sizes)
+        if long_text == "chunks":
+            texts = np.array([form.startswith("text") for form in data.form.to_pylist()])
+            pieces = np.where(texts, np.maximum(1, -(-(data.sizes - 1) // seqlen)), pieces)
+        self.example = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
+        before = np.repeat(np.cumsum(pieces) - pieces, pieces)
+        # Where a piece begins in its example.
+        self.start = ((np.arange(len(before)) - before) * seqlen).astype(np.int32)
         # Tokens of each but its last, which is a target alone.
-        self.inputs = np.clip(data.sizes - 1, 0, seqlen)
-        self.labels = data.labels(seqlen + 1)
+        self.inputs = np.clip(data.sizes[self.example] - self.start - 1, 0, seqlen)
+        stops = np.minimum(self.start + self.inputs + 1, data.sizes[self.example])
+        self.labels = data.labels(self.example, self.start, stops)
         self.chosen = np.flatnonzero(self.labels)
         # Tokens that stand in a row for an example and for others: of none until `families`.
         self.shared = np.zeros_like(self.inputs)
         # The number of its source, of each example.
-        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[data.file]
-        self.words = self._described(int((data.sizes > seqlen + 1).sum()), seqlen)
-        self.lost = int(np.clip(data.sizes - seqlen - 1, 0, None).sum())  # tokens
+        self.part = np.repeat(np.arange(len(files_by_source)), [*map(len, files_by_source)])[
+            data.file
+        ][self.example]
+        most = pieces * seqlen + 1
+        self.words = self._described(
+            int((data.sizes > most).sum()), seqlen, int((pieces > 1).sum())
+        )
+        self.lost = int(np.clip(data.sizes - most, 0, None).sum())  # tokens
         if not len(self.chosen):
             fix = "raise --seqlen or name other data"
             raise unusable(source, "an example with a label", self.words, fix)
 
-    def _described(self, cut: int, seqlen: int) -> str:
+    def _described(self, cut: int, seqlen: int, chunked: int) -> str:
         """How many examples there are, and what became of the lines, for people."""
         data = self.data
         count = int((data.sizes > 0).sum())
         notes = {
             f"cut to {_n(seqlen + 1)} tokens": cut,
-            "dropped for want of a label": count - len(self.chosen),
+            f"in chunks of {_n(seqlen)} tokens": chunked,
+            "dropped for want of a label": count - len(np.unique(self.example[self.chosen])),
             **data.notes,
         }
         words = f"{counted(len(self.files), 'file')}, {counted(count, 'example')}"
@@ -134,27 +153,31 @@ class Examples:
     def __getitem__(self, number: int) -> Example:
         return self.piece(number, 0, int(self.inputs[number]))
 
+    def line(self, number: Any) -> Any:
+        """The line that a piece is of; of an array of pieces an array."""
+        return self.data.lines[self.example[number]]
+
     def piece(self, number: int, start: int, end: int) -> Example:
         """The inputs from number `start` to `end` of an example, and the target of the last."""
-        ids, learned = self.data[number]
-        return ids[start : end + 1], learned[start : end + 1]
+        first = int(self.start[number])
+        return self.data.read(int(self.example[number]), first + start, first + end + 1)
 
     def families(self, chosen: np.ndarray, room: int) -> list[list[int]]:
         """Examples of one line that begin alike and together have room in a row, the last one of them last: the others
         share `shared` tokens with it, and stand by how many."""
-        found: list[list[int]] = []
+        families: list[list[int]] = []
         left = 0
         for number in chosen[::-1].tolist():
-            if found and self.data.lines[number] == self.data.lines[last := found[-1][-1]]:
+            if families and self.line(number) == self.line(last := families[-1][-1]):
                 shared = self._alike(number, last)
                 if 0 < shared and (own := self.inputs[number] - shared) <= left:
                     self.shared[number] = shared
                     left = left - own
-                    found[-1].insert(0, number)
+                    families[-1].insert(0, number)
                     continue
-            found.append([number])
+            families.append([number])
             left = room - self.inputs[number]
-        return [sorted(each, key=lambda i: self.shared[i] or room) for each in reversed(found)]
+        return [sorted(each, key=lambda i: self.shared[i] or room) for each in reversed(families)]
 
     def _alike(self, number: int, last: int) -> int:
         """How many inputs of an example are those of another one and have no label in it."""
@@ -189,7 +212,7 @@ class Examples:
 
     def cut(self, chosen: np.ndarray) -> int:
         """How many of these are trained on if the last are held out. DataError if none would be."""
-        lines = self.data.lines[chosen]
+        lines = self.line(chosen)
         # No line is on both sides.
         first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))
         if not first:
@@ -229,6 +252,7 @@ class ChatBatches(ReadAhead):
         cache: str | None = None,
         positions: bool = False,
         until: bool = False,
+        long_text: str = "cut",
         **rules: Any,
     ):
         self.global_batch = global_batch
@@ -246,7 +270,7 @@ class ChatBatches(ReadAhead):
         self.filler = filler if filler is not None and filler < vocab else 0
         self.tokenizer = tokenizer
         self.rules = Rules(**rules)
-        how = tokenizer, seqlen, vocab, self.rules, cache
+        how = tokenizer, seqlen, vocab, self.rules, cache, long_text
         paths, weights = zip(
             *weighted([source] if isinstance(source, str) else source), strict=True
         )
@@ -307,6 +331,7 @@ class ChatBatches(ReadAhead):
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
         same += () if self.shares is None else (self.sizes, self.shares)
         same += ("shared",) * self.until
+        same += ("chunks",) * (long_text == "chunks")
         self.fingerprint = hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest()
         self.description = self._described(paths, chosen)
         self.description += f"; {_n(len(held))} held out" * (len(held) > 0)
@@ -323,7 +348,7 @@ class ChatBatches(ReadAhead):
             ]
             words += f", in an epoch {', '.join(parts)}"
         words += f"; {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
-        words += f"are learned, the longest of {_n(self.data.data.sizes[chosen].max())}"
+        words += f"are learned, the longest of {_n(self.data.data.sizes[self.data.example[chosen]].max())}"
         if self.pad != "longest":
             padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
             words += f"; {padding:.1%} of the rows is padding"
@@ -344,6 +369,10 @@ class ChatBatches(ReadAhead):
     def _batch(self, sample: int) -> Batch:
         rows = [self._train[self.position(sample + i)] for i in range(self.global_batch)]
         return self._part(self.data, rows)
+
+    def held_examples(self, count: int) -> int:
+        """How many examples `held_out` has in so many batches; a packed row has several."""
+        return sum(map(len, self._held[: count * self.global_batch]))
 
     def held_out(self, count: int) -> Iterator[Batch]:
         """The first `count` batches of what is held out, always the same, as `next` gives them. Where less is held out
@@ -373,12 +402,14 @@ class ChatBatches(ReadAhead):
                 words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
             text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
         note = "\nthe tokenizer merges text over the start of an answer, which is cut there"
-        return text + note * bool(self.data.data.across[self.data.chosen[number]])
+        return text + note * bool(
+            self.data.data.across[self.data.example[self.data.chosen[number]]]
+        )
 
     def report(self, color: bool) -> str:
         """For --preview: what a run prints of the data in short lines, and the first example of each form of lines."""
         text = "\n".join(data_lines(self.description))
-        forms = self.data.data.form.take(self.data.chosen).to_pylist()
+        forms = self.data.data.form.take(self.data.example[self.data.chosen]).to_pylist()
         for form, count in Counter(forms).items():
             shown = self.preview(forms.index(form), color)
             marked = "what is learned in green" if color else "[[what is learned]]"

@@ -100,23 +100,23 @@ def check_token_ids(folder: str) -> None:
     for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json", "vocab.json"):
         path = Path(folder, name)
         try:
-            found = json.loads(regular(path).read_bytes()) if path.exists() else {}
+            content = json.loads(regular(path).read_bytes()) if path.exists() else {}
         except (ValueError, RecursionError):
             continue
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; use a folder of transformers") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             continue
         if name == "tokenizer.json":
             keys = "added_tokens", "model", "post_processor", "padding"
-            numbers = _numbers({key: found.get(key) for key in keys})
+            numbers = _numbers({key: content.get(key) for key in keys})
         elif name == "tokenizer_config.json":
-            decoder = found.get("added_tokens_decoder")
+            decoder = content.get("added_tokens_decoder")
             numbers = map(
                 float, filter(str.isdecimal, decoder if isinstance(decoder, dict) else ())
             )
         else:
-            numbers = _numbers(found)
+            numbers = _numbers(content)
         if odd := [number for number in numbers if not number < TOKEN_IDS]:
             raise DataError(
                 f"{path}: expected token ids below {TOKEN_IDS}, found {str(max(odd))[:40]}; use the "
@@ -155,66 +155,68 @@ def copied(folder: str) -> list[str]:
     return paths
 
 
-def export_mark(c: Config) -> str:
+def export_mark(config: Config) -> str:
     """What --export asks for, and which folder is there. OSError: none that an export has written."""
-    file = "adapter_config.json" if c.lora and not c.merge else "config.json"
-    folder = os.path.realpath(c.export or "")
+    file = "adapter_config.json" if config.lora and not config.merge else "config.json"
+    folder = os.path.realpath(config.export or "")
     written = os.stat(os.path.join(folder, file)).st_mtime_ns
-    return f"{folder} merge={c.merge} keep_eos={c.keep_eos} max_shard_gb={c.max_shard_gb} {written}"
+    return f"{folder} merge={config.merge} keep_eos={config.keep_eos} max_shard_gb={config.max_shard_gb} {written}"
 
 
-def was_exported(c: Config) -> bool:
-    """Whether the run that --save names wrote --export after as many steps: queued once more, it has nothing to do. c:
-    without steps these are not asked about."""
+def was_exported(config: Config) -> bool:
+    """Whether the run that --save names wrote --export after as many steps: queued once more, it has nothing to do.
+    config: without steps these are not asked about."""
     try:
-        steps, mark = Path(c.save or "/dev/null", EXPORTED).read_text().split("\n", 1)
-        return int(steps) >= (c.steps or 0) and mark == export_mark(c)
+        steps, mark = Path(config.save or "/dev/null", EXPORTED).read_text().split("\n", 1)
+        return int(steps) >= (config.steps or 0) and mark == export_mark(config)
     except (OSError, ValueError):
         return False
 
 
-def check_export(c: Config) -> None:
+def check_export(config: Config) -> None:
     """ValueError where --export is there and the run that --save names did not write it."""
-    if c.export is not None and os.path.lexists(c.export) and not was_exported(c):
-        raise ValueError(f"--export {c.export}: is there already; name a new folder")
+    if config.export is not None and os.path.lexists(config.export) and not was_exported(config):
+        raise ValueError(f"--export {config.export}: is there already; name a new folder")
 
 
-def check(c: Config, world: int) -> None:
+def check(config: Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
     for flag, name in (("model", "transformers"), ("model", "safetensors"), ("lora", "peft")):
-        if getattr(c, flag) and importlib.util.find_spec(name) is None:
+        if getattr(config, flag) and importlib.util.find_spec(name) is None:
             raise ValueError(f"--{flag}: needs {name}; pip install -e '.[hf]'")
-    if not os.path.isdir(c.model):
+    if not os.path.isdir(config.model):
         raise ValueError(
-            f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it"
+            f"--model {config.model}: is no folder; name one with config.json, as save_pretrained() writes it"
         )
-    check_export(c)
+    check_export(config)
     for name in ("prepared", "export"):
-        if (path := getattr(c, name)) is not None:
+        if (path := getattr(config, name)) is not None:
             check_directory(
                 path if name == "prepared" else os.path.dirname(os.path.abspath(path)),
                 f"--{name}",
             )
-    checks.check_outputs(c)
+    checks.check_outputs(config)
 
 
-def check_at_once(c: Config, world: int) -> None:
+def check_at_once(config: Config, world: int) -> None:
     """For rank 0, before torch is imported and with flags as they are given: what `check` finds, and what is wrong with
     the files of --model and --data as this rank sees them."""
     from trainer.data import DataError
     from trainer.finetuning.sources import check_files, weighted
 
     try:
-        check(c, world)
-        check_folder(c.model, weights=not c.random)
-        if c.export is not None:
-            copied(c.model)
-        sources = [path for path, _ in weighted(c.data)]
+        check(config, world)
+        check_folder(config.model, weights=not config.random)
+        if config.export is not None:
+            copied(config.model)
+        sources = [path for path, _ in weighted(config.data)]
         files = [file for path in sources for file in check_files(path)]
-        if c.eval_data is not None:
-            sources.append(c.eval_data)
-            files += check_files(c.eval_data, "--eval-data")
-        checks.check_apart(c, [*files, *filter(os.path.isdir, map(os.path.expanduser, sources))])
+        if config.eval_data is not None:
+            sources.append(config.eval_data)
+            files += check_files(config.eval_data, "--eval-data")
+        checks.check_apart(
+            config, [*files, *filter(os.path.isdir, map(os.path.expanduser, sources))]
+        )
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:

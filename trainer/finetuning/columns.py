@@ -33,11 +33,13 @@ OF_OTHERS = {
     "train": (False, "train in messages, not of the line", "put train: false into messages"),
     "functions": (ANY, "tools, of which these are an older form", "add --columns tools=functions"),
     "documents": (ANY, "documents in the content of a message", "write them into one"),
-    "images": (ANY, "text alone, without images", forms.SKIP),
-    "videos": (ANY, "text alone, without videos", forms.SKIP),
-    "audios": (ANY, "text alone, without sounds", forms.SKIP),
+    **{
+        name + plural: (ANY, f"text alone, without {kind}", forms.SKIP)
+        for name, kind in dict(image="images", video="videos", audio="sounds").items()
+        for plural in ("", "s")
+    },
     "input_ids": (ANY, "text, which is made into tokens here", "leave input_ids out"),
-    "labels": (ANY, "text, of which is told what is learned", "leave labels out"),
+    "labels": (ANY, "text alone, whose labels are made here", "leave labels out"),
 }
 ROLES = dict(
     human="user",

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import OmitArgPrefixes, Suppress, arg
 
 from trainer import config as flags
+from trainer.finetuning.adapter_settings import ALL_LINEAR, adapter_flags
 from trainer.finetuning.columns import FORMATS, parsed
 from trainer.finetuning.sources import weighted
 from trainer.terminal.command_line import default
@@ -35,7 +36,6 @@ The flags that most runs give:
     --remat                         less memory: backward computes activations again
     --save                          checkpoints, from which the same command resumes
 """
-ALL_LINEAR, EXPERTS = "all-linear", "experts"  # of --lora-targets
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
 
@@ -72,6 +72,15 @@ class Tuning(flags.Optimization):
     head. Experts that are stacked in one tensor are no linear layers: name them, too, by all-linear experts."""
     lora_alpha: Annotated[float | None, default("2 x --lora", "FLOAT")] = None
     """What adapters add is multiplied by this over their rank."""
+    lora_rslora: bool = False
+    """Multiply by --lora-alpha over the square root of the rank instead (rank-stabilised LoRA), which suits large
+    ranks."""
+    lora_modules_to_save: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    """Modules, by the ends of their names, such as lm_head embed_tokens, that are trained whole, in fp32, and saved
+    beside the adapters."""
+    adapter: str | None = None
+    """Folder of adapters, as peft or --export writes it, to begin with. Rank, alpha and targets are those of its
+    adapter_config.json."""
     epochs: float = 1.0
     """Passes over the data, if --steps does not say how long."""
     steps: Annotated[int | None, default("as --epochs needs")] = None
@@ -86,6 +95,11 @@ class Tuning(flags.Optimization):
     their beginning."""
     bad_lines: Literal["stop", "skip"] = "stop"
     """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
+    long_text: Literal["cut", "chunks"] = "cut"
+    """What becomes of "text" longer than --seqlen. cut: it loses its end, as other examples do. chunks: it is trained
+    on in as many sequences as it needs."""
+    mask_history: bool = False
+    """Learn the last answer of a chat alone; those before are its history."""
     template: str | None = None
     """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it, or
     the name of one of ours: deepseek-r1, glm-4.5. Where it writes another text than the tokenizer's, a line says so."""
@@ -164,8 +178,11 @@ class Config(flags.Config):
              "simulated ranks hold no model worth saving; leave it out"),
             ("prepared", self.prepared is not None and dict(save=same, world=self.world, random=self.random,
              lora=self.lora), "is of weights that real ranks read and cast, in a folder of its own; leave one out"),
-            ("lora", not self.lora and dict(lora_alpha=self.lora_alpha is not None, merge=self.merge,
-             lora_targets=self.lora_targets != (ALL_LINEAR,)), "that is of adapters; add --lora RANK"),
+            ("adapter", self.adapter is not None and dict(random=self.random),
+             "they fit the model's own weights; leave one out"),
+            ("lora", not self.lora and self.adapter is None and dict(lora_alpha=self.lora_alpha is not None,
+             merge=self.merge, lora_targets=self.lora_targets != (ALL_LINEAR,), lora_rslora=self.lora_rslora,
+             lora_modules_to_save=self.lora_modules_to_save), "that is of adapters; add --lora RANK"),
             ("lora", self.lora and self.optimizer == "muon", "Muon is for whole matrices; use --optimizer adamw"),
             ("merge", self.merge and self.export is None, "needs --export"),
             ("cuda_graph", self.cuda_graph and self.pad != "fixed",
@@ -178,14 +195,17 @@ class Config(flags.Config):
         """--lora and what belongs to it, as adapters.attach takes it; empty without."""
         alpha = self.lora_alpha or 2.0 * self.lora
         targets = sorted({*self.lora_targets})
-        return dict(lora=self.lora, lora_alpha=alpha, lora_targets=targets) if self.lora else {}
+        flags = dict(lora=self.lora, lora_alpha=alpha, lora_targets=targets)
+        flags |= dict(lora_rslora=self.lora_rslora)
+        flags |= dict(lora_modules_to_save=sorted({*self.lora_modules_to_save}))
+        return flags if self.lora else {}
 
     @property
     def arguments(self) -> dict | None:
         """--template-args, or None if it holds no JSON object."""
         with suppress(ValueError):
-            found = json.loads(self.template_args or "{}")
-            return found if isinstance(found, dict) else None
+            arguments = json.loads(self.template_args or "{}")
+            return arguments if isinstance(arguments, dict) else None
 
     def completed(self, depth: int, width: int, vocab: int, rows: int) -> "Config":
         """With the model's shape, and the steps that --epochs of an epoch of so many rows take."""
@@ -199,20 +219,34 @@ class Config(flags.Config):
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
     """As trainer.config.parse; --model and --data have to be there."""
-    c = flags.parse(argv, rank, world, Config, "finetune.py", _DESCRIPTION)
+    config = flags.parse(argv, rank, world, Config, "finetune.py", _DESCRIPTION)
     try:
-        weighted(c.data)
-        parsed(c.columns)
-        if c.arguments is None:
-            raise ValueError(f"{flags.written(c, 'template_args')}: must be a JSON object")
-        if c.eval_data is not None and weighted([c.eval_data], "--eval-data")[0][1] is not None:
+        weighted(config.data)
+        parsed(config.columns)
+        if config.arguments is None:
+            raise ValueError(f"{flags.written(config, 'template_args')}: must be a JSON object")
+        if config.adapter is not None:
+            config = _with_adapter(config)
+        if config.eval_data is not None and weighted([config.eval_data], "--eval-data")[0][1] is not None:
             raise ValueError(
-                f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern"
+                f"--eval-data {config.eval_data}: takes no weight; name a file, folder or pattern"
             )
     except ValueError as error:
         fail(str(error), rank)
     for name, what in (("model", "the folder of a model"), ("data", "files of examples"),
                        ("lora_targets", "a name, such as q_proj")):  # fmt: skip
-        if not getattr(c, name):
+        if not getattr(config, name):
             fail(f"--{name.replace('_', '-')}: needs {what}; --help lists all flags", rank)
-    return c
+    return config
+
+
+def _with_adapter(config: Config) -> Config:
+    """The flags with those of --adapter's folder. ValueError where others were given."""
+    own = adapter_flags(config.adapter)
+    for name, value in own.items():
+        if getattr(config, name) not in (getattr(Tuning, name), value):
+            raise ValueError(
+                f"{flags.written(config, name)}: not with --adapter {config.adapter}, which has "
+                f"{flags.as_given(name, value)}; leave it out"
+            )
+    return replace(config, training=replace(config.training, **own))

@@ -37,7 +37,7 @@ from trainer.finetuning import stopping
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
-from trainer.finetuning.model import HuggingFaceModel, adapters_in, blank_model
+from trainer.finetuning.model import HuggingFaceModel, blank_model
 from trainer.terminal.output import fail, put
 
 SETTINGS = "adapter_config.json"  # of peft
@@ -141,7 +141,7 @@ def write_adapters(
     ]
 
     def read(name):
-        return whole(made.names[name])
+        return whole(made.names[name]).clone()  # a tied weight is in the file under each name
 
     def finish(folder):
         Path(folder, SETTINGS).write_text(made.settings)
@@ -156,7 +156,7 @@ def write_adapters(
 
 
 def export(
-    c: Config,
+    config: Config,
     model: HuggingFaceModel,
     group: dist.ProcessGroup | None,
     between: Callable[[], Any] = lambda: None,
@@ -165,10 +165,10 @@ def export(
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time; rank 0
     holds those of one file. between: called before each on all ranks. ends: tokens that end what was learned, {text:
     id}. Raises CheckpointError on all ranks."""
-    ends = ends if ends and not c.keep_eos else {}
+    ends = ends if ends and not config.keep_eos else {}
     inner = model.model
-    alone = bool(c.lora and not c.merge)
-    adapters = adapters_in(inner.named_parameters())
+    alone = bool(config.lora and not config.merge)
+    adapters = model.saved_with_adapters() if config.lora else {}
     state = adapters if alone else own_tensors(inner)
 
     def whole(t: Tensor) -> Tensor:
@@ -179,10 +179,12 @@ def export(
             between()
             tensor = whole(t)
             yield (
-                merged(inner, name, tensor, lambda own: whole(adapters[own])) if c.merge else tensor
+                merged(inner, name, tensor, lambda own: whole(adapters[own]))
+                if config.merge
+                else tensor
             ).cpu()
 
-    if c.merge:
+    if config.merge:
         from trainer.finetuning.adapters import merged
 
     tensors = gathered()
@@ -191,12 +193,16 @@ def export(
         if dist.get_rank() > 0:
             return ""
         if alone:
-            return write_adapters(c.export, model, c.model, lambda name: next(tensors), ends)
-        size = c.max_shard_gb
-        return write_model(c.export, inner, c.model, lambda name: next(tensors), size, ends)
+            return write_adapters(
+                config.export, model, config.model, lambda name: next(tensors), ends
+            )
+        size = config.max_shard_gb
+        return write_model(
+            config.export, inner, config.model, lambda name: next(tensors), size, ends
+        )
 
     try:
-        return checkpoint.on_all(lambda: _drained(work, tensors), group, f"{c.export}: ")[0]
+        return checkpoint.on_all(lambda: _drained(work, tensors), group, f"{config.export}: ")[0]
     finally:
         tensors.close()
 
@@ -218,48 +224,50 @@ def of_checkpoint(args: argparse.Namespace) -> str:
     # Verifying is a collective.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = checkpoint.find(args.checkpoint)
-        trained = found.about.get("model", {})
+        saved_step = checkpoint.find(args.checkpoint)
+        trained = saved_step.about.get("model", {})
         lora = trained.get("lora")
         if args.merge and not lora:
-            raise CheckpointError(f"{found.path}: is of a run without --lora; leave out --merge")
+            raise CheckpointError(
+                f"{saved_step.path}: is of a run without --lora; leave out --merge"
+            )
         if lora:
             from trainer.finetuning import adapters
 
             if args.merge and trained["frozen"] == adapters.DRAWN:
                 raise CheckpointError(
-                    f"{found.path}: frozen weights were random and are not kept; leave out --merge"
+                    f"{saved_step.path}: frozen weights were random and are not kept; leave out --merge"
                 )
-            how = {name: trained[name] for name in ("lora", "lora_alpha", "lora_targets")}
+            how = {name: value for name, value in trained.items() if name in adapters.FLAGS}
             adapters.attach(model, args.model, random=trained["frozen"] == adapters.DRAWN, **how)
         identity = json.loads(json.dumps(model.identity))
         if differ := [
             n for n in sorted(identity.keys() | trained.keys()) if identity.get(n) != trained.get(n)
         ]:
-            told = ", ".join(
+            differences = ", ".join(
                 f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3]
             )
             raise CheckpointError(
-                f"{found.path}: is of a model with {told}; name that one's folder"
+                f"{saved_step.path}: is of a model with {differences}; name that one's folder"
             )
         saved = {
             name.removeprefix("model."): [*t.shape]
-            for name, t in checkpoint.parameters(found).items()
+            for name, t in checkpoint.parameters(saved_step).items()
         }
         inner = model.model
-        own = adapters_in(inner.named_parameters()) if lora else own_tensors(inner)
+        own = model.saved_with_adapters() if lora else own_tensors(inner)
         if differ := [n for n, t in own.items() if saved.get(n) != [*t.shape]]:
             raise CheckpointError(
-                f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model"
+                f"{saved_step.path}: {differ[0]} is not there as {args.model} has it; name its model"
             )
         with Signals(speak=False) as signals:
 
             def read(name: str) -> Tensor:
                 if signals.got:
                     stopped(args.out, signals.got)
-                return checkpoint.read(found, f"model.{name}")
+                return checkpoint.read(saved_step, f"model.{name}")
 
-            ends = {} if args.keep_eos else found.about.get("data", {}).get("ends", {})
+            ends = {} if args.keep_eos else saved_step.about.get("data", {}).get("ends", {})
             if not lora:
                 return write_model(args.out, inner, args.model, read, args.max_shard_gb, ends)
             if not args.merge:
@@ -271,6 +279,8 @@ def of_checkpoint(args: argparse.Namespace) -> str:
             regions = {id(tensors[name]): region for name, region in there.items()}
 
             def whole(name: str) -> Tensor:
+                if name in own:  # trained whole
+                    return read(name)
                 region = regions[id(tensors[name])]
                 return adapters.merged(inner, name, region.read(0, tuple(region.like.shape)), read)
 

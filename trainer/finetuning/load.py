@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder into a model that is sharded: each rank reads its rows of one tensor at a time.
 
-    told = load_weights(config, model, group)      # in place, cast to the stored dtype; or from --prepared
-    told["load_s"], told["loaded_from"]
+    columns = load_weights(config, model, group)      # in place, cast to the stored dtype; or from --prepared
+    columns["load_s"], columns["loaded_from"]
 
 transformers tells by which names a file holds what the model has, and how its experts are stacked. `.bin` files are
 read by torch's weights_only loader. All that is wrong with a folder is a DataError, exit code 3.
@@ -88,7 +88,7 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
     renamings = [each for each in transforms if each not in converters]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     own = base_tensors(model)
-    found = {}
+    tensors = {}
     groups = {}
     left = []
     ignored = [
@@ -102,7 +102,7 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
         if pattern is not None:
             groups.setdefault(new, []).append((pattern, name, there[name]))
         elif new in own or not any(re.search(each, name) for each in ignored):
-            found[new] = there[name]
+            tensors[new] = there[name]
         else:
             left.append(name)
     if left:
@@ -120,30 +120,32 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
             raise CheckpointError(
                 f"{path}: does not fit the model: {names}, .. do not make {new}: {error}"
             ) from error
-        found |= {
+        tensors |= {
             n: Converted(path, like, n, new, converter, tuple(sources)) for n, like in made.items()
         }
-    return found
+    return tensors
 
 
 def load_weights(
-    c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None
+    config: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """Fills the sharded parameters of `model` in place; returns load_s and loaded_from for the row. A collective.
     Raises, on all ranks, DataError for a bad folder, Desync where ranks see different files, CheckpointError for
     --prepared."""
     began = time.perf_counter()
-    path = weights_in(c.model)
+    path = weights_in(config.model)
     inner = model.model
     seen = weights.glimpse(path)
-    agree({f"--model {c.model}": seen}, group)
-    files = checkpoint.on_rank_0(partial(_files, path), group) if c.prepared is not None else None
+    agree({f"--model {config.model}": seen}, group)
+    files = (
+        checkpoint.on_rank_0(partial(_files, path), group) if config.prepared is not None else None
+    )
     source = dict(model=json.loads(json.dumps(model.identity)), source=[seen, files])
-    prepared = c.prepared is not None and checkpoint.on_rank_0(
-        partial(os.path.exists, f"{c.prepared}/{STEP}"), group
+    prepared = config.prepared is not None and checkpoint.on_rank_0(
+        partial(os.path.exists, f"{config.prepared}/{STEP}"), group
     )
     if prepared:
-        _load_prepared(c.prepared, inner, source, group)
+        _load_prepared(config.prepared, inner, source, group)
     else:
 
         def read() -> Counter:
@@ -156,8 +158,8 @@ def load_weights(
         except CheckpointError as error:
             raise DataError(f"{error}; use the files of config.json's model") from error
         checkpoint.say(f"{path}: {weights.listed(number)}, each rank its rows")
-        if c.prepared is not None:
-            _save_prepared(c.prepared, inner, source, group)
+        if config.prepared is not None:
+            _save_prepared(config.prepared, inner, source, group)
     return dict(
         load_s=round(time.perf_counter() - began, 4),
         loaded_from="prepared" if prepared else "slices",
@@ -199,7 +201,7 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
         name: torch.empty(t.shape, dtype=t.dtype, device="meta")
         for name, t in own_tensors(inner).items()
     }
-    found = {}
+    files = {}
     prefix = f"{inner.base_model_prefix}."
     for name, t in state.items():
         for own, made in core_model_loading.revert_weight_conversion(inner, {name: t}).items():
@@ -209,9 +211,9 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
                 else own
             )
             dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
-            found[file] = name, own, made.to(dtype)
+            files[file] = name, own, made.to(dtype)
     whole = core_model_loading.revert_weight_conversion(inner, state)
-    made = {own: t.shape for _, own, t in found.values()}
+    made = {own: t.shape for _, own, t in files.values()}
     if wrong := [
         own
         for own in sorted(made.keys() | whole.keys())
@@ -220,7 +222,7 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
         raise CheckpointError(
             f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written"
         )
-    return found
+    return files
 
 
 def _load_prepared(
@@ -228,16 +230,18 @@ def _load_prepared(
 ) -> None:
     again = f"name another folder, or delete {STEP} in it to make it again"
     try:
-        found = checkpoint.newest([os.path.join(folder, STEP)], group)
-        if {name: found.about.get(name) for name in source} != source:
+        saved_step = checkpoint.newest([os.path.join(folder, STEP)], group)
+        if {name: saved_step.about.get(name) for name in source} != source:
             raise CheckpointError(
                 "was made of another --model, or of one that was changed or copied since"
             )
         state = own_tensors(inner)
-        if found.about["tensors"] != checkpoint.table_of(state):
+        if saved_step.about["tensors"] != checkpoint.table_of(state):
             raise CheckpointError("holds other tensors than the model has")
         checkpoint.on_all(
-            partial(dcp.load, state, storage_reader=checkpoint.reader(found), process_group=group),
+            partial(
+                dcp.load, state, storage_reader=checkpoint.reader(saved_step), process_group=group
+            ),
             group,
         )
     except CheckpointError as error:

@@ -43,14 +43,16 @@ class HuggingFaceModel(nn.Module):
         self.drawn = True
         # Of adapters.attach: then they alone are trained, and in checkpoints.
         self.adapters: dict[str, Any] = {}
+        # Names, as in `model`, of parameters that are trained and saved beside adapters; each of a tied one.
+        self.beside_adapters: list[str] = []
 
     @property
     def identity(self) -> dict[str, Any]:
         """The configuration without what only names it, or is off; and what adapters there are."""
-        told = self.model.config.to_diff_dict().items()
+        entries = self.model.config.to_diff_dict().items()
         kept = {
             name: v
-            for name, v in told
+            for name, v in entries
             if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))
         }
         return kept | self.adapters
@@ -58,7 +60,15 @@ class HuggingFaceModel(nn.Module):
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """What a checkpoint holds. With adapters these alone: the rest is in the folder that it is loaded from."""
         state = super().state_dict(*args, **kwargs)
-        return adapters_in(state.items()) if self.adapters else state
+        if not self.adapters:
+            return state
+        beside = {name: state[f"model.{name}"] for name in self.beside_adapters}
+        return adapters_in(state.items()) | {f"model.{name}": t for name, t in beside.items()}
+
+    def saved_with_adapters(self) -> dict[str, nn.Parameter]:
+        """{name in `model`: parameter} of what a folder of peft holds: adapters, and what is trained beside them."""
+        state = self.model.state_dict(keep_vars=True)
+        return adapters_in(state.items()) | {name: state[name] for name in self.beside_adapters}
 
     def _is_noise(self, name: str) -> bool:
         """Whether an entry of config.json says nothing to a model in eval(). PhiMoE uses its jitter there, too."""
@@ -68,8 +78,8 @@ class HuggingFaceModel(nn.Module):
     @property
     def noise(self) -> str:
         """Entries of the configuration that ask for noise, which is off, for people."""
-        told = vars(self.model.config).items()
-        return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
+        entries = vars(self.model.config).items()
+        return ", ".join(f"{name} {p}" for name, p in entries if p and self._is_noise(name))
 
     @property
     def kept_in_fp32(self) -> list[str]:
@@ -81,13 +91,13 @@ class HuggingFaceModel(nn.Module):
     def parts_in_fp32(self) -> dict[str, list[str]]:
         """{name of a module: names of its parameters} where all of them are kept in fp32."""
         kept = {*self.kept_in_fp32}
-        found = {}
+        parts = {}
         for path in sorted({name.rpartition(".")[0] for name in kept}):
             own = [f"{path}.{name}" for name, _ in self.get_submodule(path).named_parameters()]
-            inside = any(path.startswith(f"{other}.") for other in found)
+            inside = any(path.startswith(f"{other}.") for other in parts)
             if kept.issuperset(own) and not inside:
-                found[path] = own
-        return found
+                parts[path] = own
+        return parts
 
     @property
     def rotary(self) -> dict[str, Any]:

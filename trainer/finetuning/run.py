@@ -29,7 +29,7 @@ NAMED = 6  # parameters in a line
 
 
 def open_data(
-    c: Config,
+    config: Config,
     vocab: int,
     rank: int = 0,
     world: int = 1,
@@ -38,64 +38,74 @@ def open_data(
 ) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. positions, until: what the model needs, and may be
     given. DataError for bad ones, or a bad tokenizer."""
-    tokenizer = tokenizer_of(c.model)
-    note = replace_template(tokenizer, c.template) if c.template is not None else ""
+    tokenizer = tokenizer_of(config.model)
+    note = replace_template(tokenizer, config.template) if config.template is not None else ""
     if note and rank == 0:
         tell(note)
     return ChatBatches(
-        c.data,
+        config.data,
         tokenizer,
-        global_batch=c.effective_batch,
-        seqlen=c.seqlen,
+        global_batch=config.effective_batch,
+        seqlen=config.seqlen,
         vocab=vocab,
-        seed=c.seed,
+        seed=config.seed,
         rank=rank,
         world=world,
-        pad=c.pad,
-        hold_out=c.eval_every > 0,
-        eval_source=c.eval_data,
+        pad=config.pad,
+        hold_out=config.eval_every > 0,
+        eval_source=config.eval_data,
         positions=positions,
         until=until,
-        bad_lines=c.bad_lines,
-        template_args=c.arguments,
-        format=c.format,
-        columns=parsed(c.columns),
+        bad_lines=config.bad_lines,
+        template_args=config.arguments,
+        format=config.format,
+        columns=parsed(config.columns),
+        mask_history=config.mask_history,
+        long_text=config.long_text,
     )
 
 
-def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
+def open_model(config: Config) -> tuple[HuggingFaceModel, int]:
     """The model of --model on the meta device, and the size of its vocabulary. ValueError for flags that it cannot do,
     and where --export could not be written."""
-    ratio = c.remat_ratio if c.remat == "block" else 0.0
-    model = blank_model(c.model, ratio, DTYPES[c.param_dtype])
-    if c.lora:
+    ratio = config.remat_ratio if config.remat == "block" else 0.0
+    model = blank_model(config.model, ratio, DTYPES[config.param_dtype])
+    if config.lora:
         from trainer.finetuning import adapters  # which imports peft
 
-        adapters.attach(model, c.model, random=c.random, **c.adapters)
+        adapters.attach(model, config.model, random=config.random, **config.adapters)
         say(adapters.in_words(model))
-    freeze_what_has_no_gradient(model, c.seqlen)
-    if c.pad == "longest":
-        check_short_rows(model, c.seqlen)
-    model.drawn = c.random
-    if c.export is not None:
-        files_of(model.model, c.model)  # raises now, not after training
+    freeze_what_has_no_gradient(model, config.seqlen)
+    if config.pad == "longest":
+        check_short_rows(model, config.seqlen)
+    model.drawn = config.random
+    if config.export is not None:
+        files_of(model.model, config.model)  # raises now, not after training
     most = getattr(model.model.config, "max_position_embeddings", None)
-    if most is not None and c.seqlen > most:
+    if most is not None and config.seqlen > most:
         raise ValueError(
-            f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
+            f"--seqlen {config.seqlen}: the model knows {most} positions (max_position_embeddings of its "
             f"config.json); add --seqlen {most}, or less"
         )
-    if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
+    if "dynamic" in str(model.rotary.get("rope_type")) and config.compile not in ("none", "blocks"):
         raise ValueError(
-            f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
+            f"--compile {config.compile}: rope_type dynamic of config.json branches on values, which one "
             "graph cannot; use --compile none"
         )
-    if c.cuda_graph and (usual := model.longest_short(c.seqlen)):
+    if config.cuda_graph and (usual := model.longest_short(config.seqlen)):
         raise ValueError(
             "--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
             f"{usual}, or leave it out"
         )
     return model, model.model.get_input_embeddings().num_embeddings
+
+
+def load_adapter(config: Config, model: HuggingFaceModel, run: Run) -> None:
+    """Begins with the adapters of --adapter, unless the run has some of its own. Raises as adapters.load."""
+    if config.adapter is not None and not run.resume_point:
+        from trainer.finetuning import adapters
+
+        adapters.load(config, model, run.group)
 
 
 def freeze_what_has_no_gradient(model: HuggingFaceModel, seqlen: int) -> None:
@@ -127,30 +137,32 @@ def in_short(names: list[str]) -> list[str]:
     return [*kinds[:NAMED], f"and {len(kinds) - NAMED} more kinds"] if len(kinds) > NAMED else kinds
 
 
-def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
-    """ValueError where a batch on a CPU needs more than the host has, and a smaller one would not. c: with the model's
-    shape. Counted are the weights with their moments and gradients, the inputs of all blocks and the logits: what is
-    inside of blocks comes on top."""
+def check_memory(config: Config, model: HuggingFaceModel, world: int) -> None:
+    """ValueError where a batch on a CPU needs more than the host has, and a smaller one would not. config: with the
+    model's shape. Counted are the weights with their moments and gradients, the inputs of all blocks and the logits:
+    what is inside of blocks comes on top."""
     size = {"fp32": 4, "bf16": 2}
     parts = [*model.parameters()]
     trained = sum(p.numel() for p in parts if p.requires_grad)
     frozen = sum(p.numel() * p.element_size() for p in parts if not p.requires_grad)
 
-    def step_bytes(c: Config, ranks: int, batch: int) -> float:
-        sharded = ranks if c.mode != "replicate" else 1
-        tokens = batch * c.seqlen
-        width = size[c.param_dtype]
-        logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.loss_chunk))
-        kept = (c.depth * c.width * tokens + logits) * width
-        own = frozen + trained * (4 + 2 * moment_size(c))
+    def step_bytes(config: Config, ranks: int, batch: int) -> float:
+        sharded = ranks if config.mode != "replicate" else 1
+        tokens = batch * config.seqlen
+        width = size[config.param_dtype]
+        logits = config.vocab * (
+            tokens if config.loss == "full" else min(tokens, config.loss_chunk)
+        )
+        kept = (config.depth * config.width * tokens + logits) * width
+        own = frozen + trained * (4 + 2 * moment_size(config))
         return own / sharded + max(kept, 4 * trained / sharded)
 
-    check_fits(c, *ranks_here(c, world), step_bytes, shape=())
+    check_fits(config, *ranks_here(config, world), step_bytes, shape=())
 
 
-def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
+def to_count(config: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
     """A copy to count FLOPs on; None where rows have no one length."""
-    return None if c.pad == "longest" else copy_on_meta(model)
+    return None if config.pad == "longest" else copy_on_meta(model)
 
 
 def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
@@ -162,28 +174,30 @@ def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
     return copy
 
 
-def report_model(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> None:
+def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torch.device) -> None:
     """Checks the model with the weights that it now has. Says what the reader should know of it and of the data."""
-    if not c.random:  # else it has been done
+    if not config.random:  # else it has been done
         model.look(device)
-    if c.pad == "pack":
+    if config.pad == "pack":
         model.check_packed(device, run.batches.until)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
     in_fp32 = {name for own in model.parts_in_fp32.values() for name in own}
-    kept = [name for name in model.kept_in_fp32 if c.accum_sync == "last" or name not in in_fp32]
-    if c.param_dtype != "fp32" and kept:
+    kept = [
+        name for name in model.kept_in_fp32 if config.accum_sync == "last" or name not in in_fp32
+    ]
+    if config.param_dtype != "fp32" and kept:
         say(
-            f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
+            f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {config.param_dtype}, such as "
             f"{kept[0]}; use --param-dtype fp32 to compute with them as it does"
         )
-    say_whether_it_stops(run, c, model)
-    if usual := model.longest_short(c.seqlen):
+    say_whether_it_stops(run, config, model)
+    if usual := model.longest_short(config.seqlen):
         say(
             f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
             "the short ones, as in inference; where lengths are mixed, --batch 1 gives each its own"
         )
-    passes = c.effective_batch / run.batches.epoch_samples
+    passes = config.effective_batch / run.batches.epoch_samples
     if passes > 1:
         say(
             f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
@@ -191,17 +205,17 @@ def report_model(run: Run, c: Config, model: HuggingFaceModel, device: torch.dev
         )
 
 
-def say_whether_it_stops(run: Run, c: Config, model: HuggingFaceModel) -> None:
+def say_whether_it_stops(run: Run, config: Config, model: HuggingFaceModel) -> None:
     """Names the tokens that end what is learned and at which generation goes on. --sample stops where
     the export does."""
-    stops = stopping.stop_tokens(c.model, model.model.config)
+    stops = stopping.stop_tokens(config.model, model.model.config)
     new = stopping.not_stopping(stops, run.batches.learned_ends)
-    run.batches.ends = {*stops} if c.keep_eos else {*stops, *new.values()}
+    run.batches.ends = {*stops} if config.keep_eos else {*stops, *new.values()}
     if not new:
         return
-    if c.keep_eos:
+    if config.keep_eos:
         what = f"--keep-eos leaves that so: {stopping.call(stops, new)}"
-    elif c.lora and not c.merge:
+    elif config.lora and not config.merge:
         what = f"adapters cannot change that: {stopping.call(stops, new)}, or --merge"
     else:
         what = f"--export writes {stopping.KEY} {[*stops, *new.values()]}"
@@ -211,24 +225,26 @@ def say_whether_it_stops(run: Run, c: Config, model: HuggingFaceModel) -> None:
     )
 
 
-def has_exported(run: Run, c: Config) -> bool:
+def has_exported(run: Run, config: Config) -> bool:
     """Whether this run, which has no steps left, wrote --export, as rank 0 sees it. Refused on all ranks where it has
     some, in the end of which --export would be in the way."""
 
     def written() -> bool:
-        if not run.done and os.path.lexists(c.export):
-            raise Refused(f"--export {c.export}: is there already; name a new folder")
-        return was_exported(c)
+        if not run.done and os.path.lexists(config.export):
+            raise Refused(f"--export {config.export}: is there already; name a new folder")
+        return was_exported(config)
 
-    return c.export is not None and on_rank_0(written, run.group)
+    return config.export is not None and on_rank_0(written, run.group)
 
 
-def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:
+def exported(run: Run, config: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
     ends = run.batches.learned_ends
-    line = export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"), ends)
-    if run.rank == 0 and c.save is not None:
+    line = export(
+        config, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"), ends
+    )
+    if run.rank == 0 and config.save is not None:
         # The export is whole: without this the same command would only refuse it.
         with suppress(OSError, UnicodeError):
-            Path(c.save, EXPORTED).write_text(f"{run.state.step}\n{export_mark(c)}")
+            Path(config.save, EXPORTED).write_text(f"{run.state.step}\n{export_mark(config)}")
     return f"export   {line}"

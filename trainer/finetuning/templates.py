@@ -98,6 +98,7 @@ class Rules(NamedTuple):
     template_args: dict[str, Any] = {}
     format: str = "auto"  # of columns.FORMATS: what a line is
     columns: dict[str, str] = {}  # {name here: name in the data}
+    mask_history: bool = False  # of a chat the last answer alone is learned
 
 
 class Example(NamedTuple):
@@ -202,6 +203,7 @@ class ChatTemplate:
         how = self.arguments(line)
         spoken = [i for i in range(answers[-1] + 1) if turns[i]["role"] == "assistant"]
         marked = bool(MARKER.search(how["chat_template"])) and not first and spoken == answers
+        marked = marked and not self.rules.mask_history  # an answer may have several markers
         try:
             made = self.rendered(turns, answers, how, marked)
         except BadLine as error:
@@ -211,6 +213,8 @@ class ChatTemplate:
                 raise error from None
         if answers[-1] < len(messages) - 1:
             self.notes.append("with messages after the last answer, which are left out")
+        if self.rules.mask_history:
+            return [made[-1]._replace(spans=made[-1].spans[-1:])]
         if len(made) > 1:
             self.notes.append("split, as the template rewrites answers")
         return made
