@@ -1,14 +1,15 @@
-"""Will it fit, how fast, on how many GPUs: a training step planned before anyone rents the GPUs. Nothing is run.
+"""Predicts peak memory and time of a training step before anyone rents the GPUs. Nothing is run.
 
-    python plan.py --gpu h100 --gpus 8 --remat none                        # the flags of main.py, reference setting
-    python plan.py torchrun --nproc-per-node 8 main.py --compile blocks    # a command that runs it
+    python plan.py --gpu h100 --gpus 8 --remat none                        # main.py's flags; its default model
+    python plan.py torchrun --nproc-per-node 8 main.py --compile blocks    # or the whole command
     python plan.py --hf Qwen2.5-7B/ --gpus 8 --batch 2 --remat block       # a Hugging Face config.json
     python plan.py --gpus 8 --nodes 2 --best                               # the fastest plan that fits
-    python plan.py --gpus 8 --what-if seqlen 2048 4096 8192
+    python plan.py --gpus 8 --what-if seqlen 2048 4096 8192                # one line per value
 
-Peak memory is a closed form, held against the memory of generated code; time is a roofline with two streams
-(docs/planner.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
---exact.
+Peak memory is a formula, checked against the memory of generated code. Time is a roofline with one stream for
+computation and one for collectives (docs/planner.md). Each answer states its error on runs that were measured. It
+imports no torch, except with --exact and for model classes that it has no formula for. Besides the flags below it
+takes those of main.py that describe the model and the step (python main.py --help).
 """
 
 import subprocess
@@ -36,7 +37,7 @@ def sweep(request: Plan, words: list[str]) -> list[str]:
     if not values or name not in names:
         known = ", ".join(SWEPT)
         raise ValueError(
-            f"--what-if {' '.join(request.what_if)}: name a flag of main.py, or {known}, and its values"
+            f"--what-if {' '.join(request.what_if)}: expected a flag of main.py, or one of {known}, and its values"
         )
     lines = [report.HEADING]
     for text in values:
@@ -68,7 +69,7 @@ def fit(request: Plan, q: search.Question) -> list[str]:
 def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     """Runs lab.profiling.peak on the flags of main.py; returns its exit code."""
     if request.hf:
-        raise ValueError("--exact: simulates the reference transformer; leave out --hf")
+        raise ValueError("--exact: works for main.py's model only; leave out --hf")
     for name, usual in (
         ("lora", 0),
         ("remat_ops", False),
@@ -77,7 +78,7 @@ def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     ):
         if getattr(request, name) != usual:
             raise ValueError(
-                f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out"
+                f"--exact: works for what main.py can run, which has no {flag(name)}; leave it out"
             )
     command = [
         sys.executable,

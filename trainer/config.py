@@ -22,7 +22,7 @@ from trainer.terminal import command_line
 from trainer.terminal.command_line import as_given, default, without_user
 from trainer.terminal.output import fail
 
-_DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
+_DESCRIPTION = """Trains the transformer of model.py with simple_fsdp.py and appends one row of results to a file.
 
     python main.py                                                      # one rank, a small model on a CPU
     torchrun --nproc-per-node 8 main.py --depth 8 --compile fwdbwd      # eight GPUs
@@ -31,10 +31,10 @@ _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appen
 
 The flags that most runs give:
     --depth --width --seqlen        size of the model, tokens per sequence
-    --batch --effective-batch       sequences per rank, and of an optimizer step on all ranks
-    --data --steps --lr             what to train on, how long, how fast
-    --remat                         less memory: backward computes activations again
-    --save                          checkpoints, from which the same command resumes
+    --batch --effective-batch       sequences per rank and micro-batch, and per optimizer step on all ranks
+    --data --steps --lr             what to train on, number of steps, learning rate
+    --remat                         less memory: backward recomputes activations
+    --save                          folder for checkpoints, from which the same command resumes
 """
 MICRO_BATCH = arg(aliases=["--micro-batch"])  # another name of --batch
 KERNELS = "auto", "cudnn", "flash", "efficient", "math"  # of torch's scaled_dot_product_attention
@@ -56,7 +56,8 @@ class Shape:
     """Of the reference transformer."""
 
     block: Literal["gelu", "llama"] = "gelu"
-    """gelu: LayerNorm, sinusoids as positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, none."""
+    """gelu: LayerNorm, sinusoidal positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, no
+    biases."""
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None
@@ -64,11 +65,12 @@ class Shape:
     head_dim: Annotated[int | None, _by_device("head_dim", "INT")] = None
     """Dimension of one attention head. Must be even."""
     grouping: int = 4
-    """Query heads per key/value head; 1: multi-head attention. Must divide the number of heads, width / head-dim."""
+    """Query heads per key/value head (1: multi-head attention). Must divide the number of heads, --width /
+    --head-dim."""
     grow: int = 4
-    """Hidden width of the MLP, as a multiple of --width; --block llama has three matrices of it, gelu two."""
+    """Hidden width of the MLP as a multiple of --width. --block llama has three matrices of this width, gelu two."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
-    """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
+    """Size of the vocabulary. --data stdlib, text and overfit are bytes and need at least 256."""
 
 
 @dataclass(frozen=True)
@@ -78,51 +80,53 @@ class Optimization:
     seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
     """Tokens per sequence."""
     batch: Annotated[int | None, _by_device("batch", "INT"), MICRO_BATCH] = None
-    """Sequences per rank and micro-batch."""
+    """Sequences of one micro-batch on one rank."""
     grad_accum: Annotated[int | None, default("1, or as --effective-batch needs")] = None
     """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
     effective_batch: Annotated[int | None, default("ranks x batch x grad-accum")] = None
-    """Sequences of an optimizer step, on all ranks together."""
+    """Sequences of one optimizer step on all ranks together: ranks x --batch x --grad-accum."""
     data: str = "stdlib"
-    """stdlib: bytes of Python's own sources. text:PATH: of a file or all in a folder. bin:GLOB: files of token ids, raw
-    uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
+    """stdlib: the bytes of Python's own library. text:PATH: the bytes of a file, or of all files in a folder. bin:GLOB:
+    files of token ids, raw uint16 or in llm.c's format. random: new random tokens in each step. overfit: the same batch
+    in each step."""
     eval_every: int = 0
-    """Steps between evaluations, each eager and in no step's time; one follows the last step. 0: none, all data trains.
-    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same."""
+    """Steps between evaluations; one more follows the last step. The last 1/64 of --data, at least one sequence, is
+    then held out for them. Evaluation runs eagerly and does not count in step times. 0: no evaluation, train on all
+    data. A resumed run must use the same held-out data, so it cannot switch evaluation on or off."""
     eval_batches: int = 8
-    """Batches of an evaluation, the same each time, or all that is held out if that is less."""
+    """Batches of an evaluation, the same ones each time. If fewer are held out, all of them."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
-    """Optimizer steps. 0: train nothing, but evaluate --init or --resume; needs --eval-every."""
+    """Optimizer steps. 0: only evaluate the weights of --init or --resume; needs --eval-every."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to --lr."""
     warmup_ratio: float = 0.0
-    """The same as a share of --steps, rounded up, in place of --warmup."""
+    """Warm-up as a fraction of --steps, rounded up. Replaces --warmup."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """cosine: along a cosine to a tenth of --lr at the last step. wsd (warm-up, stable, decay): stays, then falls
-    linearly to a tenth in the last fifth of the steps. constant: stays."""
+    """Learning rate after warm-up. cosine: decays along a cosine to a tenth of --lr at the last step. wsd (warm-up,
+    stable, decay): constant, then decays linearly to a tenth in the last fifth of the steps. constant: no decay."""
     weight_decay: float = 0.1
-    """Of matrices alone: norms and biases do not decay."""
+    """Weight decay of matrices. Norms and biases do not decay."""
     clip: float = 1.0
-    """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is not finite updates nothing. stop: end with exit code 5; the last checkpoint
-    is good. skip: go on with the next batch; after 3 such steps in a row one more ends the run (a resumed run counts
-    from 0)."""
+    """What to do if a step's loss or gradient norm is not finite; such a step never changes the weights. stop: end the
+    run with exit code 5; the last checkpoint is good. skip: continue with the next batch, but end the run at the fourth
+    such step in a row (a resumed run counts from 0)."""
     norm_limit: float = 0.0
-    """A gradient norm above this, before clipping, is taken for one that is not finite. 0: no limit."""
+    """Treat a gradient norm above this, before clipping, as not finite. 0: no limit."""
     norm_spike: float = 10.0
-    """Print a line for a gradient norm above this many times the mean of the last 100. 0: none."""
+    """Print a line if the gradient norm exceeds this many times the mean of the last 100. 0: never."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     init: str | None = None
-    """File of weights to begin with: .safetensors, its .index.json or .pt, as python -m trainer.checkpoint.export
-    writes it. Adam's moments begin at zero. If --save holds a checkpoint already, the run resumes from that instead."""
+    """File of initial weights (.safetensors, its .index.json, or .pt), as `python -m trainer.checkpoint.export` writes
+    it. Adam's moments start at zero. If --save already contains a checkpoint, the run resumes from that instead."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
-    """Dtype of gathered parameters, and so of the all-gather and the computation. They are stored in fp32."""
+    """Dtype of the all-gather and of the computation. Parameters are stored in fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which gradients are reduced over ranks."""
+    """Dtype in which gradients are averaged over ranks."""
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of Adam's two moments, and of Muon's momentum."""
     adam_beta1: float = 0.9
@@ -130,15 +134,15 @@ class Optimization:
     adam_beta2: float = 0.95
     """Decay of Adam's mean of squared gradients."""
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """adamw8bit: AdamW of torchao, both moments in 8 bits. muon: that of muon.py for the matrices in blocks; AdamW
-    updates embedding, head and vectors."""
+    """adamw8bit: torchao's AdamW with both moments in 8 bits. muon: Muon (muon.py) for the matrices in blocks, AdamW
+    for embedding, head and vectors."""
     muon_lr: Annotated[float | None, default("that of --lr", "FLOAT")] = None
-    """Peak learning rate of Muon, which follows the schedule of --lr."""
+    """Peak learning rate of Muon. It follows the same --schedule as --lr."""
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The factor of --muon-lr for a matrix [m, n]. match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates about as
-    large as AdamW's. original: sqrt(max(1, m / n))."""
+    """Factor of --muon-lr for a matrix [m, n]. match_rms_adamw: 0.2 sqrt(max(m, n)), so updates are about as large as
+    AdamW's. original: sqrt(max(1, m / n))."""
     muon_dtype: Literal["fp32", "bf16"] = "bf16"
-    """Dtype in which Muon's iteration is computed and sent."""
+    """Dtype in which Muon's Newton-Schulz iteration is computed and sent."""
 
 
 @dataclass(frozen=True)
@@ -148,78 +152,81 @@ class Training(Optimization, Shape):
 
 @dataclass(frozen=True)
 class System:
-    """Must not change the loss by more than rounding. Two flags can: the ranks that --world simulates all hold equal
-    shards, and --device picks those defaults above that differ on a CPU."""
+    """Must not change the loss by more than rounding. Exceptions: the loss under --world means nothing, because all
+    simulated ranks hold equal shards; and --device selects the defaults above that differ on a CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if this torch sees a GPU, otherwise the CPU."""
-    world: Annotated[int | None, default("those of torchrun")] = None
-    """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
-    copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
+    """auto: CUDA if torch sees a GPU, otherwise the CPU."""
+    world: Annotated[int | None, default("simulate none")] = None
+    """Simulate this many ranks in one process, to measure step time and memory. Only rank 0 runs; each collective
+    copies its data locally and is delayed as on --link. The other ranks are assumed to hold the same shards as rank
+    0."""
     link: str = "h100-nvlink"
-    """Of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none, us:GB/s or measured:FILE (lab.studies.collectives
-    writes it)."""
+    """Network that --world simulates: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no delay), us:GB/s (latency
+    and bandwidth), or measured:FILE with a file that lab.studies.collectives writes."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
-    """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
-    (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
+    """simple: data_parallel of simple_fsdp.py. For comparison: fsdp2 (torch's fully_shard on each block), ddp (torch's
+    DistributedDataParallel, with autocast for bf16), none (the model without a wrapper, on one rank only)."""
     mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
-    """replicate: each rank holds the whole model (DDP). fully_shard: each rank holds a part of it (ZeRO-3).
-    hybrid_shard: ranks form --replicas groups; the model is sharded within a group and replicated across groups."""
+    """replicate: each rank holds the whole model (DDP). fully_shard: each rank holds a shard of every parameter
+    (ZeRO-3). hybrid_shard: ranks form --replicas groups; the model is sharded within a group and replicated across
+    groups."""
     replicas: int = 2
-    """Groups of --mode hybrid_shard. Must divide the number of ranks."""
+    """Number of groups of --mode hybrid_shard. Must divide the number of ranks."""
     reshard: bool = True
-    """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
+    """Free gathered weights after forward and gather them again in backward: less memory, more communication."""
     keep_last: bool = False
-    """Keep the last block's weights from forward on, as backward needs them at once. Costs their memory at the loss."""
+    """Keep the last block gathered through the loss: one all-gather less, one block's weights more in memory."""
     accum_sync: Literal["every", "shards", "last"] = "every"
-    """every: reduce gradients after each micro-batch of --grad-accum; least memory. shards (--mode
-    hybrid_shard): reduce within a replica after each micro-batch, across replicas once. last: gather weights once per
-    step, keep whole gradients in fp32 and reduce them once; least communication."""
+    """When --grad-accum reduces gradients. every: after each micro-batch; least memory. shards (--mode hybrid_shard):
+    within a group after each micro-batch, across groups once per step. last: once per step; weights are gathered once
+    and unsharded gradients are kept in fp32; least communication."""
     min_shard_mib: float = 0.0
-    """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
+    """Parameters smaller than this, in MiB of their stored dtype, are replicated instead of sharded."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
-    """none: eager. blocks: one compiled block that all blocks share, and the loss; compiles as fast at any depth, so
-    recommended for deep models. model: the model as one graph, the loss eager. fwdbwd: one graph for forward and loss,
-    one for backward, on a GPU one for the optimizer; recommended. step: the whole training step as one graph; needs
-    torch 2.13 and --grad-accum 1."""
+    """fwdbwd: one graph for forward and loss, one for backward, and on a GPU one for the optimizer; recommended.
+    blocks: one compiled block that all blocks share, and the loss; compile time does not grow with depth, so
+    recommended for deep models. none: eager. model: the model as one graph, the loss eager. step: the whole training
+    step as one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
-    overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
+    overlap.py, which start collectives early and wait for them late. The word plain leaves those of overlap.py out."""
     ahead: float = 1.0
-    """Blocks of computing that a collective may hide behind. 1: the next block's weights are gathered once this block's
-    are there, gradients are reduced during the next block. Less saves memory and needs a faster network. 2, 3 ..: that
-    many blocks, for slow networks; each holds one more block's weights and gradients. Not in --compile none, blocks."""
+    """How many blocks of computation a collective may overlap with. 1: the next block's weights are gathered while this
+    block computes, and gradients are reduced during the next block. Below 1: less memory, for a faster network. 2, 3
+    ..: for slow networks; each costs one more block's weights and gradients. No effect on --compile none and blocks."""
     cuda_graph: bool = False
-    """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
+    """Capture the whole step as one CUDA graph at the third step and replay it, which removes Python's overhead."""
     deterministic: bool = False
-    """Get the same bits each time the same command runs or resumes. Without it the order of some sums varies: of the
-    embedding's gradient in compiled code on several CPU threads or a GPU, and of attention's gradient on a GPU."""
+    """Bit-identical results whenever the same command runs or resumes. Without it some sums vary in order: the gradient
+    of the embedding (compiled, on several CPU threads or a GPU) and of attention (on a GPU)."""
     attn: Literal[*KERNELS, "flex"] = "auto"
-    """Kernel of attention; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
+    """Attention kernel; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
-    and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again. flex:
-    compiled FlexAttention, which needs CUDA to train; with --compile-options max_autotune=True torch times its block
-    sizes, and those of matrix products, and takes the fastest."""
+    and V for each query head. math stores the scores [seqlen, seqlen] of each head, and recomputes them with --remat.
+    flex: compiled FlexAttention, which needs CUDA to train; with --compile-options max_autotune=True torch tunes its
+    block sizes, and those of matrix products."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
-    """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch, but for attention's
-    output, which is kept. both: the two of them. block: whole blocks, but for attention's output. pointwise: all but
-    matrix products."""
+    """Activation checkpointing: what backward recomputes instead of saving it. mlp: the MLP. attn: the attention branch
+    except attention's output, which is saved. both: mlp and attn. block: whole blocks except attention's output.
+    pointwise: everything except matrix products."""
     remat_ratio: float = 1.0
-    """Fraction of the blocks in which --remat computes again, evenly spread."""
+    """Fraction of the blocks that --remat applies to, evenly spread."""
     remat_core: bool = False
-    """With --remat attn, both or block: compute attention again, too. Less memory, more time."""
+    """With --remat attn, both or block: recompute attention itself, too. Less memory, more time."""
     remat_norm: bool = True
-    """With --remat mlp, attn or both: compute the norm before the branch again, too. The published run keeps its
-    output."""
+    """With --remat mlp, attn or both: recompute the norm before the branch, too. --no-remat-norm saves its output, as
+    the published figures do."""
     mlp: Literal["plain", "lean"] = "plain"
-    """plain: norm, two products and an activation. lean: all of it as one operation that keeps only its input and
-    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three."""
+    """plain: norm, two matrix products and an activation. lean: all of these as one operation that saves only its input
+    and recomputes the rest. Its backward holds two tensors of the MLP's hidden width at a time, plain three."""
     mlp_chunk: int = 0
-    """Tokens that --mlp lean computes at a time; the gradients of several chunks are summed in fp32. 0: all."""
+    """Tokens that --mlp lean computes at a time. Gradients of several chunks are summed in fp32. 0: all tokens."""
     loss: Literal["full", "chunked"] = "full"
-    """full: all logits at once. chunked: output layer and cross-entropy by chunks of tokens; never all the logits."""
+    """full: all logits at once. chunked: head and cross-entropy on one chunk of tokens at a time, so that the logits of
+    all tokens never exist together."""
     loss_chunk: int = 2048
-    """Tokens of a chunk of --loss chunked."""
+    """Tokens per chunk of --loss chunked."""
 
 
 Tracker = Literal["wandb", "trackio", "tensorboard"]
@@ -231,53 +238,59 @@ class Output:
     """Where results go, what is saved and printed, and when a run gives up."""
 
     results: str = "runs/results.jsonl"
-    """JSONL file to which each run appends one row. The logged steps of a run go to a file of its own beside it."""
+    """JSONL file to which each run appends one row. Its logged steps go to a separate file in FILE.steps/."""
     log_every: int = 10
-    """Steps between logged lines."""
+    """Steps between printed lines."""
     save: str | None = None
-    """Directory for checkpoints; each run needs its own. The last step is always saved."""
+    """Folder for checkpoints, a separate one for each run. The last step is always saved. The same command resumes."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints. 0: save only the last step."""
     save_async: bool = False
-    """Stop training only to copy the state to host memory (a buffer of its size); a thread then writes it."""
+    """Write checkpoints in the background. Training stops only while the state is copied to host memory."""
     save_errors: Literal["stop", "warn"] = "stop"
-    """What to do if saving fails. stop: end the run with exit code 4. warn: print a line and go on; only the last step
-    must be saved."""
+    """What to do if saving fails. stop: end the run with exit code 4. warn: print a line and continue; if the last step
+    cannot be saved the run still fails."""
     keep: int = 3
-    """Number of checkpoints to keep. Older ones are removed."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     keep_best: bool = False
-    """Also save after an evaluation with a lower loss than any before, and keep that step until another is better."""
+    """Also save after each evaluation with the lowest loss so far, and keep that checkpoint until a better one."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
-    """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
-    directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
+    """auto: resume from the newest intact checkpoint in --save, if any. never: start from scratch. PATH: resume from a
+    step's folder, or from the newest step in a folder. --steps counts both runs; --data, --seed and --effective-batch
+    must not change."""
     timeout: float = 600.0
-    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit."""
+    """Seconds that a step or a save may take. After that the run ends with exit code 7 and writes all stacks beside
+    --results. 0: no limit."""
     timeout_first: float = 3600.0
-    """The same until the first step, which compiles, is done. 0: no limit."""
+    """The same limit for everything up to the end of the first step, which compiles. 0: no limit."""
     cast: bool = False
-    """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
+    """Allow --resume from a checkpoint of another --adam-dtype, and --init from weights of another dtype, and convert
+    them."""
     tracker: Annotated[tuple[Tracker, ...], arg(metavar="{wandb,trackio,tensorboard} ...")] = ()
-    """Log to these as well: Weights & Biases, trackio (local, no account), TensorBoard. None of them ends a run; the
-    JSONL files are the record."""
+    """Also log to Weights & Biases, trackio (local, no account) or TensorBoard. If a tracker fails, the run continues
+    and --results is complete."""
     tracker_group: str | None = None
-    """Group of the run in its trackers."""
+    """Group name of the run in its trackers."""
     wandb_mode: Annotated[WandbMode | None, default("$WANDB_MODE, else online", "{online,offline}")] = None
-    """offline: nothing is sent before `wandb sync`."""
+    """offline: write to disk; `wandb sync` sends it later."""
     wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG ...")] = ()
     """Tags of the run in Weights & Biases."""
     profile: str | None = None
-    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
+    """Folder for profiler traces (on CUDA also a memory snapshot) of three steps after warm-up. These steps do not
+    count in step times."""
     explain_memory: bool = False
-    """Print what memory holds in a step after warm-up; on CUDA also leave a snapshot of it beside the steps."""
+    """Print the tensors that make up the memory peaks of one step after warm-up. On CUDA also write a memory snapshot
+    beside the steps."""
     sample: int = 0
-    """Tokens (of text: bytes) that the model writes after each evaluation and the last step, to be printed."""
+    """Generate and print this many tokens (bytes for text) after each evaluation and after the last step."""
     config: str | None = None
-    """Begin with the flags of another run: the .settings.json that it wrote beside its steps, or a results file, of
-    which the last run counts. Other flags change it. Where results and checkpoints go is not in it."""
+    """Start from the flags of an earlier run: its .settings.json in FILE.steps/, or a results file, whose last run is
+    taken. Flags of the command line override them. --results, --save, --resume and time limits are not included."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
-    """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
+    """-v: also print memory by stage and the placement of each parameter. -vv: also every norm at logged steps
+    (slow)."""
     force: bool = False
-    """Begin even if the machine does not seem to have the memory that this needs; checked on a CPU only."""
+    """Start even if the estimated memory exceeds the machine's. The estimate is made on a CPU only."""
     debug: bool = False
     """Print tracebacks instead of one-line errors."""
 

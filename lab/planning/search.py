@@ -332,45 +332,48 @@ class Plan:
     """All other flags are main.py's: python main.py --help lists them."""
 
     gpu: str = "h100"
-    """GPU, as lab/planning/hardware.toml names it, such as a100-80, h100, h200 or l40s."""
+    """Kind of GPU, by its name in lab/planning/hardware.toml, such as a100-80, h100, h200 or l40s."""
     watts: float = 0.0
-    """Power limit of each GPU, if it is below what the maker states."""
+    """Power limit of each GPU in watts, if it is below the maker's. 0: the maker's."""
     gpus: int = 1
-    """GPUs of a node."""
+    """GPUs per node."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     across: str = "ndr-ib"
-    """Link between nodes, for each GPU: a name as of --link, or alpha_us:GB_per_s; or alpha_us:8x50, the ports of a
-    node and GB/s of each. ndr-ib and hdr-ib: one port per GPU, as a DGX H100 and a DGX A100 have."""
+    """Network between nodes: a name as for --link, or LATENCY_US:GB_PER_S per GPU, or LATENCY_US:8x50 for a node with 8
+    ports of 50 GB/s each. ndr-ib and hdr-ib have one port per GPU, as a DGX H100 and a DGX A100 do."""
     hf: str | None = None
-    """A Hugging Face config.json, or the folder that holds it, instead of the reference transformer."""
+    """Plan this Hugging Face model instead of main.py's: a config.json, or its folder."""
     logits: Literal["auto", "bf16", "fp32"] = "auto"
-    """fp32: logits are kept in fp32 beside those in bf16. auto: in eager steps, as cross_entropy needs them there."""
+    """fp32: the logits are stored in fp32 as well as in bf16. auto: fp32 if the step is eager, where cross_entropy
+    needs it."""
     master_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which weights and gradients are stored; of Adam's moments see --adam-dtype."""
+    """Dtype in which weights and gradients are stored. Adam's moments: --adam-dtype."""
     remat_ops: bool = False
-    """With --remat block: of the products of a block every second one is kept, as torchtitan's selective recomputation
-    by operation keeps them, and attention's output."""
+    """With --remat block: save every second matrix product of a block and attention's output, as torchtitan's selective
+    activation checkpointing per operation does."""
     lora: int = 0
-    """Rank of adapters (LoRA) beside every product of the blocks, experts apart; all else is frozen, in the dtype that
-    config.json says. 0: all weights are trained."""
+    """Rank of LoRA adapters on every linear layer of the blocks except experts. All other weights are frozen in the
+    dtype of config.json. 0: all weights are trained."""
     reserve_gib: float = hardware.RESERVE_GIB
-    """GPU memory that is not the step's: CUDA's context, NCCL's buffers, what the allocator cannot give out again."""
+    """GPU memory in GiB that the step cannot use: CUDA's context, NCCL's buffers, fragmentation of the allocator."""
     tokens: float = 0.0
-    """Tokens to train on, such as 2e12: adds days, GPU-hours and, with --price, the cost."""
+    """Tokens to train on, such as 2e12. The answer then gives days, GPU-hours and, with --price, the cost."""
     price: float = 0.0
-    """Price of a GPU-hour."""
+    """Price of a GPU-hour, in any currency."""
     fit: Annotated[tuple[int, ...], arg(metavar="INT ...")] = ()
-    """Numbers of GPUs: for each, and for micro-batches of 1 to 32, the least recomputation with which --batch x
-    --grad-accum x --gpus sequences a step fit."""
+    """For each of these numbers of GPUs and for micro-batches of 1 to 32: the least recomputation that fits. The
+    sequences of a step stay --batch x --grad-accum x --gpus."""
     best: bool = False
-    """The fastest plan that fits, for the same sequences a step, and the front of memory against time."""
+    """Search for the fastest plan that fits, with the same sequences per step, and print the Pareto front of memory
+    against time."""
     what_if: Annotated[tuple[str, ...], arg(metavar="FLAG VALUE ...")] = ()
-    """A flag of main.py or of these above, and the values that it shall have in turn, such as seqlen 2048 4096."""
+    """Plan once for each value of a flag of main.py or plan.py, such as --what-if seqlen 2048 4096."""
     plot: str | None = None
-    """With --best: a .png or .svg of memory against time. Needs matplotlib."""
+    """With --best: file (.png, .svg) for a plot of memory against time, by matplotlib."""
     exact: bool = False
-    """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
+    """Peak memory from the code that the compiler generates, in about a minute. Needs torch and Triton. Not with
+    --hf."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from trainer.finetuning.sources import weighted
 from trainer.terminal.command_line import default
 from trainer.terminal.output import fail
 
-_DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
+_DESCRIPTION = """Fine-tunes a Hugging Face causal language model with simple_fsdp.py, from a folder to a folder.
 
-    python finetune.py --model DIR --data chat.jsonl --preview               # what is learned of an example
+    python finetune.py --model DIR --data chat.jsonl --preview               # shows which tokens are trained on
     torchrun --nproc-per-node 8 finetune.py --model DIR --data chat.jsonl --export OUT --effective-batch 64 \\
         --remat block --loss chunked --save runs/a
 
@@ -32,9 +32,9 @@ The flags that most runs give:
     --model --data --export         folder of the model, files of examples, folder for the trained model
     --seqlen --batch                tokens per sequence, sequences per rank
     --effective-batch               sequences of an optimizer step on all ranks
-    --epochs --lr                   how long, how fast
-    --remat                         less memory: backward computes activations again
-    --save                          checkpoints, from which the same command resumes
+    --epochs --lr                   passes over the data, learning rate
+    --remat                         less memory: backward recomputes activations
+    --save                          folder for checkpoints, from which the same command resumes
 """
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
@@ -45,67 +45,71 @@ class Tuning(flags.Optimization):
     """May change the loss."""
 
     model: str = ""
-    """Folder of the model: config.json, *.safetensors (with an index if they are several), the tokenizer's files."""
+    """Folder of the model, as save_pretrained() writes it: config.json, *.safetensors, the tokenizer's files. Nothing
+    is downloaded."""
     random: bool = False
-    """Begin with random weights: the folder needs no *.safetensors. To measure, or to train from the beginning."""
+    """Start from random weights, to measure or to pretrain. The folder then needs no *.safetensors."""
     data: Annotated[tuple[str, ...], arg(metavar="PATH[:WEIGHT] ...")] = ()
-    """Files, folders or patterns: JSONL, arrays of JSON, parquet, Arrow, what datasets saves. Each line has "messages"
-    (a list of role and content, of which what the assistant says is learned), "prompt" and "completion", or "text", all
-    of which is learned; or the columns of --format. With weights (a.jsonl:0.7 b.parquet:0.3) these are the shares of
-    examples (of rows, with --pad pack) that come from each; without, all are one."""
+    """Files, folders or patterns: JSONL, JSON arrays, parquet, Arrow, or what `datasets` saves. A line has "messages"
+    (each with role and content; the assistant's are trained on), "prompt" and "completion" (trained on), "text" (all of
+    it trained on), or the columns of --format. Weights (a.jsonl:0.7 b.parquet:0.3) set the share of examples, or with
+    --pad pack of rows, from each source. Without weights the sources are concatenated."""
     format: Literal[FORMATS] = "auto"
-    """Columns of --data. auto: what a line has: messages, prompt and completion, conversations of from and value
-    (sharegpt), instruction, input and output (alpaca), text."""
+    """Which columns of --data to read. auto: detected per line: messages; prompt and completion; conversations with
+    from and value (sharegpt); instruction, input and output (alpaca); text."""
     columns: Annotated[tuple[str, ...], arg(metavar="NAME=COLUMN ...")] = ()
-    """Other names of these columns, and of role and content in a message: instruction=question output=answer."""
+    """Names of these columns in your files, and of role and content in a message: instruction=question
+    output=answer."""
     eval_data: str | None = None
-    """A file, folder or pattern for --eval-every. Without it the last 1/64 of --data, of each weighted part, is held
-    out."""
+    """File, folder or pattern to evaluate on with --eval-every. Without it, the last 1/64 of --data (of each weighted
+    source) is held out."""
     seqlen: int = 1024
-    """Tokens per sequence. A longer example loses its end; one that then has nothing to learn is left out, counted."""
+    """Tokens per sequence. Longer examples are truncated. An example that then has no token to train on is skipped and
+    counted."""
     batch: Annotated[int | None, default("1"), flags.MICRO_BATCH] = None
-    """Sequences per rank and micro-batch."""
+    """Sequences of one micro-batch on one rank."""
     lora: int = 0
-    """Train adapters of this rank (LoRA) alone; the model stays as it is, in the dtype of its files. 0: train all."""
+    """Rank of LoRA adapters. Only the adapters are trained; the model stays frozen in the dtype of its files. 0: no
+    adapters, train all weights."""
     lora_targets: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = (ALL_LINEAR,)
-    """Linear layers beside which they stand, by the ends of their names, such as q_proj v_proj; all-linear: all but the
-    head. Experts that are stacked in one tensor are no linear layers: name them, too, by all-linear experts."""
+    """Linear layers that get adapters, by the ends of their names, such as q_proj v_proj. all-linear: all except the
+    head. Experts stacked in one tensor are not linear layers; to include them write: all-linear experts."""
     lora_alpha: Annotated[float | None, default("2 x --lora", "FLOAT")] = None
-    """What adapters add is multiplied by this over their rank."""
+    """The adapters' output is scaled by lora_alpha / rank."""
     lora_rslora: bool = False
-    """Multiply by --lora-alpha over the square root of the rank instead (rank-stabilised LoRA), which suits large
-    ranks."""
+    """Scale by lora_alpha / sqrt(rank) instead (rank-stabilised LoRA), which suits large ranks."""
     lora_modules_to_save: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
-    """Modules, by the ends of their names, such as lm_head embed_tokens, that are trained whole, in fp32, and saved
-    beside the adapters."""
+    """Modules that are trained in full, in fp32, and saved with the adapters, by the ends of their names, such as
+    lm_head embed_tokens."""
     adapter: str | None = None
-    """Folder of adapters, as peft or --export writes it, to begin with. Rank, alpha and targets are those of its
+    """Folder of adapters to start from, as peft or --export writes it. Rank, alpha and targets come from its
     adapter_config.json."""
     epochs: float = 1.0
-    """Passes over the data, if --steps does not say how long."""
+    """Passes over the data. --steps overrides it."""
     steps: Annotated[int | None, default("as --epochs needs")] = None
-    """Optimizer steps. 0: train nothing, but evaluate --model or --resume; needs --eval-every."""
+    """Optimizer steps. 0: only evaluate --model or --resume; needs --eval-every."""
     lr: Annotated[float | None, default("1e-05", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     weight_decay: float = 0.0
-    """Of matrices alone: norms and biases do not decay."""
+    """Weight decay of matrices. Norms and biases do not decay."""
     pad: Literal["fixed", "longest", "pack"] = "fixed"
-    """fixed: rows of --seqlen. longest: as long as the longest of a step, rounded up to an eighth of --seqlen.
-    pack: several examples in a row, which attention keeps apart; those of one chat, where a template splits it, share
-    their beginning."""
+    """fixed: pad every sequence to --seqlen. longest: pad to the longest of the step, rounded up to an eighth of
+    --seqlen. pack: several examples per sequence, which do not attend to each other. Examples made from one chat share
+    their common beginning."""
     bad_lines: Literal["stop", "skip"] = "stop"
-    """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
+    """What to do with an unusable line of --data. stop: end with exit code 3 and the line's number. skip: skip and
+    count it."""
     long_text: Literal["cut", "chunks"] = "cut"
-    """What becomes of "text" longer than --seqlen. cut: it loses its end, as other examples do. chunks: it is trained
-    on in as many sequences as it needs."""
+    """What to do with a "text" longer than --seqlen. cut: truncate it, as other examples. chunks: split it into as many
+    sequences as it needs."""
     mask_history: bool = False
-    """Learn the last answer of a chat alone; those before are its history."""
+    """Train only on the last answer of each chat."""
     template: str | None = None
-    """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it, or
-    the name of one of ours: deepseek-r1, glm-4.5. Where it writes another text than the tokenizer's, a line says so."""
+    """File with the chat template to train with, for example a copy of the tokenizer's with {% generation %} added; or
+    one of the built-in deepseek-r1 and glm-4.5. A printed line says where its text differs from the tokenizer's."""
     template_args: str | None = None
-    """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
-    "chat_template_kwargs" go before."""
+    """Arguments of the chat template as a JSON object, such as '{"enable_thinking": false}'. A line's own
+    "chat_template_kwargs" override them."""
     init: Suppress[str | None] = None
     depth: Suppress[int | None] = None
     width: Suppress[int | None] = None
@@ -117,10 +121,11 @@ class System(flags.System):
     """Must not change the loss by more than rounding."""
 
     remat: Literal["none", "block"] = "none"
-    """block: backward computes the model's blocks again, but for the output of attention, instead of keeping what is
-    inside."""
+    """Activation checkpointing. block: backward recomputes the model's blocks except attention's output, which is
+    saved."""
     prepared: str | None = None
-    """Folder in which the first start saves the model as it shards it; later ones, of any number of ranks, load it."""
+    """Folder that caches the sharded model for faster starts: the first start writes it, later ones load it, on any
+    number of ranks."""
     wrapper: Suppress[str] = "simple"
     attn: Suppress[str] = "auto"
     remat_norm: Suppress[bool] = True
@@ -134,23 +139,23 @@ class Output(flags.Output):
     """Where results go, what is saved and printed, and when a run gives up."""
 
     export: str | None = None
-    """New folder for the trained model, which from_pretrained() opens: config, tokenizer and dtypes as in --model. With
-    --lora it holds the adapters, which peft's PeftModel.from_pretrained() puts beside that model."""
+    """New folder for the trained model, which from_pretrained() loads. Config, tokenizer and dtypes are those of
+    --model. With --lora: the adapters alone, for peft."""
     merge: bool = False
-    """With --lora: --export the whole model with the adapters in its weights, instead of the adapters for peft."""
+    """With --lora: merge the adapters into the weights and export the whole model."""
     keep_eos: bool = False
-    """Leave the stop tokens (eos_token_id) of --export as in --model. Without it the token that ends learned turns is
-    written beside them, so that generate() stops there."""
+    """Leave the stop tokens (eos_token_id) in --export as they are in --model. By default the token that ends a trained
+    turn is added, so that generate() stops there."""
     max_shard_gb: float = 5.0
-    """Largest size of a file of --export, in 10^9 bytes."""
+    """Largest file of --export, in 10^9 bytes."""
     preview: bool = False
-    """Print what a run would say of --data (lines left out with their reasons, what is learned, cut and padding) and
-    the first example of each form of lines with what is learned of it marked, and end."""
+    """Train nothing. Print a summary of --data (lines left out and why, tokens trained on, truncated and padded) and
+    the first example of each kind of line, with the text that is trained on marked."""
     explain_memory: Suppress[bool] = False
     cast: Suppress[bool] = False
     sample: int = 0
-    """Tokens, at most, with which the model answers a prompt, held out with --eval-every, after each evaluation and the
-    last step, to be printed."""
+    """After each evaluation and after the last step, generate and print an answer of at most this many tokens. The
+    prompt is held out if --eval-every is set."""
 
 
 @dataclass(frozen=True)

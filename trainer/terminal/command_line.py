@@ -122,5 +122,12 @@ def _join_help_texts(group: type) -> None:
         for field, text in pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 annotation = owner.__annotations__[field.target.id]
-                help_text = arg(help=" ".join(ast.literal_eval(text.value).split()))
+                source = ast.unparse(field.annotation)
+                is_unset = field.value is not None and ast.unparse(field.value) in ("None", "()")
+                says_default = "default(" in source or "_by_device(" in source
+                help_text = arg(
+                    help=" ".join(ast.literal_eval(text.value).split()),
+                    # Not "(default: None)" or "(default: )".
+                    help_behavior_hint="(default: none)" if is_unset and not says_default else None,
+                )
                 owner.__annotations__[field.target.id] = Annotated[annotation, help_text]
