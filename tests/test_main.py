@@ -313,7 +313,8 @@ def two_ranks(tmp_path_factory):
 
 
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
-    lines = two_ranks.out.splitlines()
+    # A path that does not fit beside its words has a line of its own.
+    lines = two_ranks.out.replace("all flags:\n    ", "all flags: ").splitlines()
     expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+", r"CPU .*, 2 ranks",
                 r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6",
                 r"    keep_last=True  compile=none", r"all flags: (\S+)",
@@ -332,7 +333,8 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     assert len(lines) == len(expected), two_ranks.out
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), (pattern, line)
-    assert max(map(len, lines[: lines.index("ln V = 5.5452")])) <= 100
+    header = two_ranks.out.partition("ln V = ")[0].splitlines()
+    assert max(len(line) for line in header if ".settings.json" not in line) <= 100
     settings = json.loads((two_ranks.folder / re.fullmatch(expected[4], lines[4])[1]).read_text())
     assert settings == read(two_ranks.results)[0]["flags"]
 

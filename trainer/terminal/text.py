@@ -55,8 +55,14 @@ def fitted(lines: Iterable[str], width: int = 100) -> list[str]:
 
 
 def data_lines(description: str) -> list[str]:
-    """What a run trains on, each fact of it (up to a ";") on a line of its own."""
-    data, *more = description.split("; ")
+    """What a run trains on, each fact of it (up to a ";" outside of parentheses) on a line of its own."""
+    facts = [""]
+    for part in description.split("; "):
+        if facts[-1].count("(") > facts[-1].count(")"):
+            facts[-1] += f"; {part}"
+        else:
+            facts.append(part)
+    data, *more = facts[1:]
     return fitted([f"data {data}", *(f"     {fact}" for fact in more)])
 
 
