@@ -278,6 +278,28 @@ def first_step(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns
 
 
+def trl(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """finetune.py beside TRL (lab/benchmarks/trl.py); ratios are ours over TRL's."""
+    rows = [row for row in rows if row.get("study") == "trl"]
+    rows = published.newest(rows, lambda row: (row["compile"], row["pad"]))
+
+    def beside(key: str, digits: int = 0) -> list[str]:
+        pairs = ((row.get(key), row.get(f"{key}_trl")) for row in rows)
+        return [", ".join(grouped(each, digits) for each in pair) for pair in pairs]
+
+    columns = [
+        ("--compile", [row["compile"] for row in rows]),
+        ("--pad", [row["pad"] for row in rows]),
+        ("tokens of answers / s: ours, TRL", beside("tok_s")),
+        ("ratio", [grouped(row["ratio"], 2) for row in rows]),
+        ("by CPU seconds", [grouped(row["ratio_cpu"], 2) for row in rows]),
+        ("peak MiB", beside("peak_mib")),
+        ("CPU s of 3 steps and their start", beside("process_cpu_s", 1)),
+        ("load before, after", [", ".join(map(str, row["load"])) for row in rows]),
+    ]
+    return rows, columns
+
+
 LAYOUTS = {
     "compile": compile_modes,
     "peaks": peaks,
@@ -287,6 +309,7 @@ LAYOUTS = {
     "runs": runs,
     "sent": sent,
     "first_step": first_step,
+    "trl": trl,
     "fit": fit,
     "nodes": nodes,
     "versions": versions,
