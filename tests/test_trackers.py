@@ -5,6 +5,7 @@ W&B's own agent can run.
                                        # TensorBoard and trackio are the real ones, where they are installed
 """
 
+import errno
 import io
 import itertools
 import json
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from forked import Job
@@ -151,6 +153,32 @@ def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, cap
     assert run.stream.getvalue().count("\n") == 3
     if breaks in (None, "summary", "finish"):
         assert fake.logged == [(k, {"step": k, **STEP}) for k in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("place", ["mine", "mine/deeper"])
+def test_a_folder_of_wandb_without_the_right_to_write_costs_one_warning(place, tmp_path, capsys, wandb, monkeypatch):
+    """W&B itself takes the system's folder of temporary files, which is emptied."""
+    closed = tmp_path.resolve() / "mine"
+    closed.mkdir()
+    access, makedirs = os.access, os.makedirs
+
+    def denied(path, *args, **kwargs):
+        if closed in Path(path).resolve().parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        makedirs(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "makedirs", denied)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() != closed and access(path, mode))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / place))
+    run = Sinks(tmp_path / "rows.jsonl", online(), total_steps=1, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    run.row({"outcome": "ok"})
+    run.close()
+    (warning,) = warnings_of(capsys)
+    assert warning.startswith("warning: wandb: PermissionError: ") and warning.endswith("; the run goes on")
+    assert place in warning
+    assert not hasattr(wandb, "named")
+    assert len(rows_of(run.steps)) == len(rows_of(tmp_path / "rows.jsonl")) == 1
 
 
 @pytest.mark.parametrize("breaks", ["import", "init", "disabled", "Table", "log", "finish", None])

@@ -79,6 +79,9 @@ class WandB:
         wandb.setup(settings)
         folder = os.path.relpath(os.environ.get("WANDB_DIR") or folder)  # W&B logs this path
         os.makedirs(folder, exist_ok=True)
+        # W&B itself would put the run into the system's folder of temporary files, which is emptied.
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder}: may not be written to; name another in WANDB_DIR")
         names = dict(group=options.group, name=options.name, tags=[*options.tags])
         names |= dict(job_type=options.job_type or "train")
         names |= dict(project=os.environ.get("WANDB_PROJECT") or PROJECT)
