@@ -60,8 +60,8 @@ def _default_options(gloo: type, timeout: timedelta | None, others: dict):
             ]
         except RuntimeError as error:
             raise ValueError(
-                f"GLOO_SOCKET_IFNAME={interfaces}: gloo finds no address of it here; "
-                "name interfaces of this machine"
+                f"GLOO_SOCKET_IFNAME={interfaces}: gloo found no address of such an "
+                "interface; name network interfaces of this machine (ip link)"
             ) from error
         options._devices = devices
     else:

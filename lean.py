@@ -206,8 +206,8 @@ def _keep_gradients(ctx, inputs, output):
 def _scaled_gradients(ctx, go: Tensor, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "chunked loss: its gradients, made in forward, have none of their own; "
-            "use F.cross_entropy (main.py: --loss full)"
+            "chunked loss: it computes its gradients in forward, so they cannot be "
+            "differentiated again; use F.cross_entropy (main.py: --loss full)"
         )
     gx, gw = ctx.saved_tensors
     of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None

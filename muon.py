@@ -83,8 +83,8 @@ def layout_of(p, replicas=None) -> Layout:
     for what, is_so in expected.items():
         if not is_so:
             raise ValueError(
-                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW "
-                "(groups_of: to_adamw)"
+                f"Muon: a parameter of shape {[*p.shape]} and {p.dtype}: expected "
+                f"{what}; give it to AdamW (groups_of(model, to_adamw=..))"
             )
     # Each rank has matrices of its own.
     if mesh is None or last not in (Replicate(), rows):
@@ -92,8 +92,8 @@ def layout_of(p, replicas=None) -> Layout:
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
     if get_process_group_ranks(ranks) != mesh.mesh.flatten().tolist():
         raise ValueError(
-            f"Muon: {mesh}: expected ranks in order, and all of them where it has two "
-            "dimensions"
+            f"Muon: cannot use {mesh}: expected ranks in ascending order, and a 2-D "
+            "mesh to hold all ranks"
         )
     shards = mesh.size(-1) if last == rows else 1
     return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
@@ -236,8 +236,8 @@ class Muon(torch.optim.Optimizer):
     ):
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(
-                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or "
-                "match_rms_adamw"
+                f"Muon: adjust_lr_fn={adjust_lr_fn!r}: must be 'original' or "
+                "'match_rms_adamw'"
             )
         super().__init__(
             params,
@@ -326,15 +326,18 @@ def groups_of(
     betas=(0.9, 0.95),
     eps=1e-8,
 ):
-    """The list of groups for `Muon`, which hold the names of their parameters. Frozen
-    ones are in none.
+    """Parameter groups for `Muon`, with the names of their parameters:
 
-    Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels
-    of convolutions, and the output layer: the last matrix that has a row for each one
-    of an embedding. to_adamw, to_muon: patterns of names, such as "*.router.weight",
-    that overrule this. lr and what follows it are AdamW's.
+        optimizer = Muon(groups_of(model), lr=0.02)
 
-    ValueError for a pattern that matches no name."""
+    Matrices [m, n] and [E, m, n] go to Muon. Vectors, embeddings, convolution kernels
+    and the output layer go to AdamW; the output layer is the last matrix with as many
+    rows as an embedding. Parameters without requires_grad are left out.
+
+    to_adamw, to_muon: patterns of names that overrule this, such as "*.router.weight".
+    lr, weight_decay, betas, eps: AdamW's; those of Muon are arguments of `Muon`.
+
+    Raises ValueError for a pattern that matches no name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = {
         m.weight for m in model.modules() if isinstance(m, nn.Embedding | _ConvNd)
@@ -347,7 +350,8 @@ def groups_of(
         names = fnmatch.filter(named, pattern)
         if not names:
             raise ValueError(
-                f"groups_of: {pattern} matches no parameter that requires a gradient"
+                f"groups_of: {pattern!r} matches no parameter that requires a "
+                "gradient; named_parameters() lists the names"
             )
         if pattern in to_muon:
             chosen.update(names)

@@ -96,22 +96,26 @@ LAYOUT = {
 def compile_options(
     model: nn.Module, whole_step: bool = False, ahead: float = 1.0
 ) -> dict:
-    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or
-    of a function around it; those of another wrapped model do as well.
+    """Options for torch.compile of a wrapped model, a part of it, or a function around
+    it. They overlap the collectives of data_parallel() with computation.
 
-    whole_step: what is compiled is a whole training step, which returns its loss first
-    and updates the parameters.
+        loss = torch.compile(
+            lambda x, y: F.cross_entropy(model(x), y),
+            fullgraph=True,
+            options=compile_options(model),
+        )
 
-    ahead: the part of a unit's FLOPs that a collective has to hide behind. With 1 a
-    gather starts when the one before has arrived, and a reduction is waited for when
-    the next one starts. Less takes less memory, and needs a faster network. 2, 3 ..:
-    that many units, for slow networks; each holds the weights and gradients of one
-    more.
+    whole_step: the compiled function is a whole training step. It must return its loss
+    first, and updates the parameters.
 
-    Raises ValueError for a model that is not wrapped, another `ahead`, or a
-    post_grad_custom_post_pass or joint_custom_post_pass that is set already. Warns,
-    while compiling, of a graph without any unit, and of options that move the
-    collectives again."""
+    ahead: how many units of computation a collective may overlap with. With 1 a gather
+    starts when the one before has arrived, and a reduction is waited for when the next
+    one starts. Between 0 and 1: less memory, for a faster network. 2, 3 ..: for slow
+    networks; each holds the weights and gradients of one more unit.
+
+    Raises ValueError if the model is not wrapped, for another `ahead`, and if
+    post_grad_custom_post_pass or joint_custom_post_pass is already set. Warns while
+    compiling if a graph has no unit, or if other options move the collectives again."""
     _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
 
@@ -124,13 +128,13 @@ def overlap_pass_and_options(
     several = ahead > 1 and ahead % 1 == 0
     if not part and not several:
         raise ValueError(
-            f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1"
+            f"ahead={ahead}: must be between 0 and 1, or a whole number above 1"
         )
     is_wrapped = any(isinstance(p, DTensor) for p in model.parameters())
     if not is_wrapped:
         raise ValueError(
-            "model: no parameter is sharded: call data_parallel() first, then "
-            "compile_options()"
+            "no parameter of the model is sharded: call data_parallel(model, mesh) "
+            "before compile_options(model)"
         )
     classes = map(type, model.modules())
     has_units = any(getattr(cls, "_data_parallel_unit", False) for cls in classes)
@@ -141,8 +145,8 @@ def overlap_pass_and_options(
     for name in passes:
         if getattr(inductor_config, name) is not None:
             raise ValueError(
-                f"torch._inductor.config.{name} is set, compile_options() would "
-                "replace it: reset it, or call both passes from one of your own"
+                f"torch._inductor.config.{name} is set, and compile_options() would "
+                "replace it: set it to None, or to a pass of yours that calls both"
             )
     # A buffer that Inductor keeps for later reuse is memory that nothing else can have
     # meanwhile. The allocator gives a freed one out again at no cost.

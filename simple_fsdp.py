@@ -198,8 +198,8 @@ def _shard_count(p: DTensor) -> int:
         placement.is_shard() for placement in outer
     ):
         raise RuntimeError(
-            f"cannot gather a parameter with placements {p.placements}: "
-            "redistribute() it as data_parallel() does"
+            f"cannot gather a parameter with placements {p.placements}: expected those "
+            "that data_parallel() gives it, Shard(0) or Replicate(); redistribute() it"
         )
     return p.device_mesh.size(-1) if last.is_shard() else 1
 
@@ -621,11 +621,15 @@ def _unit_candidates(parent: nn.Module, listed: bool = False) -> Iterator[tuple]
 
 
 def units_of(model: nn.Module) -> list[str]:
-    """Names of the units of a model: the outermost modules, made of others, that hold
-    no list of blocks, and such that were given to data_parallel() before the model.
-    Looked into instead are a Sequential of layers that is a third of the model or more,
-    which would be whole at once, and the only part that a module has. Of a wrapped
-    model those that data_parallel() took, from its `units` or by this guess."""
+    """Names of the units of a model, as in named_modules(). A unit is a module whose
+    parameters share one all-gather and whose gradients share one reduce-scatter.
+
+        units_of(transformer)  # ["blocks.0", "blocks.1", ...]
+
+    For a wrapped model: the units that data_parallel() took. Before that: its guess,
+    the outermost modules that contain other modules and no list of blocks. A Sequential
+    with a third of the parameters or more, and the only child of a module, are not
+    units themselves; their children may be."""
     units = [m for m in model.modules() if _is_unit(type(m))]
     if not any("_gather_policy" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
@@ -648,17 +652,18 @@ def _listed_units(model: nn.Module, units: Iterable) -> list[list[nn.Module]]:
         for module, listed in zip(group, entries, strict=True):
             if not isinstance(module, nn.Module) or module not in names:
                 raise ValueError(
-                    f"units: {listed!r} is no module of the model: give names as in "
-                    "named_modules(), or modules"
+                    f"units: {listed!r} is not a module of the model: expected a "
+                    "module, or its name in named_modules()"
                 )
             name = names[module] or "the model"
             if module in seen:
-                raise ValueError(f"units: {name} stands there twice")
+                raise ValueError(f"units: {name} is listed twice: list it once")
             if next(module.parameters(), None) is None:
                 raise ValueError(f"units: {name} has no parameters: leave it out")
             if "_gather_policy" in module.__dict__:
                 raise ValueError(
-                    f"units: {name} is wrapped already: name units in the first call"
+                    f"units: {name} is already wrapped: pass units= in the first "
+                    "call of data_parallel()"
                 )
             seen.add(module)
         groups.append(group)
@@ -738,7 +743,7 @@ def _reader(name: str) -> property:
     def write(module, value):  # parameters and None do not come here
         raise TypeError(
             f"cannot make {name} of {type(module).__name__} a computed tensor "
-            "(weight_norm, prune) after data_parallel(): do that before it, or "
+            "(weight_norm, prune) after data_parallel(): do that before wrapping, or "
             "change the parameter in place"
         )
 
@@ -882,10 +887,22 @@ def data_parallel(
     min_bytes: int = 0,
     units: Iterable[str | nn.Module | list] | None = None,
 ) -> nn.Module:
-    """Shards every parameter of `model` in place over `device_mesh` and returns it;
-    values are those of rank 0. Modules that are wrapped already keep their shards and
-    policy. A part that is wrapped before its model, say with another policy, is a unit
-    if it is made of others, unless it holds blocks. A second call for the model is for
+    """Shards every parameter of `model` in place over `device_mesh` and returns the
+    model. All ranks get the values of rank 0.
+
+        mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = data_parallel(model, mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())  # after wrapping
+
+    A parameter becomes a DTensor with this rank's rows, dimension 0 divided by the
+    number of ranks. While the model runs, module.weight is the unsharded tensor in
+    param_dtype. Gradients are averaged over the mesh, in reduce_dtype, and stored as
+    the parameter is.
+
+    Modules that are already wrapped keep their shards and policy. So a part may be
+    wrapped before its model, for example with another policy; it is then a unit if it
+    contains other modules, unless it holds blocks. A second call for the model wraps
     what was added since, such as adapters.
 
     mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension
@@ -894,7 +911,8 @@ def data_parallel(
     reshard_after_forward: free gathered weights after forward and gather them again in
     backward.
 
-    min_bytes: smaller parameters stay replicated, as do scalars and empty ones.
+    min_bytes: parameters of fewer bytes, in their stored dtype, stay replicated, as do
+    scalars and empty ones.
 
     units: the modules, or their names, whose parameters are gathered by one collective
     each; a list among them is gathered together: `["layers.0", "layers.1", ["norm",
@@ -902,11 +920,11 @@ def data_parallel(
     None: the blocks that units_of() finds.
 
     All ranks must run units in the same order, and the same parameters must get a
-    gradient on all of them (zeros where an expert got no token): else they hang or,
-    unseen, average gradients of different parameters.
+    gradient on all ranks (zeros where an expert got no token). Otherwise they hang or,
+    without an error, average gradients of different parameters.
 
-    Buffers are left alone. Raises ValueError, before anything is changed, for a wrong
-    argument or a parameter that cannot be sharded."""
+    Buffers are not changed, and inputs are not cast. Raises ValueError, before anything
+    is changed, for a wrong argument or a parameter that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     groups = _listed_units(model, units) if units is not None else []
     _strict.watch_optimizers()
@@ -973,7 +991,8 @@ class _Replaced(nn.Parameter):
     def _refuse(self, *value):
         raise RuntimeError(
             "this parameter was replaced by its shard: build the optimizer after "
-            "data_parallel(), and wrap all else that holds it, or detach it"
+            "data_parallel(). If another module holds it, wrap that module, too; to "
+            "only read it, use detach()"
         )
 
     grad = property(_refuse, _refuse)
@@ -1017,11 +1036,15 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
 
 @contextmanager
 def disable_data_parallel():
-    """Inside it a parameter is its own sharded DTensor in forward too, and reading it
-    gathers nothing: for initialisation, checkpoint helpers, inspection. Values are
-    drawn as one process would, if all ranks have one seed: with a seed for each rank,
-    replicas would be other models. Re-entrant, but not for two threads at once. Reading
-    changes for the whole process, drawing for this thread."""
+    """Context manager in which a parameter is its sharded DTensor, in forward too, and
+    reading it gathers nothing: for initialisation, checkpoint helpers, inspection.
+
+        with disable_data_parallel():
+            nn.init.normal_(model.head.weight, std=0.02)
+
+    Random values are those that one process would draw. All ranks need the same seed;
+    otherwise replicas would differ. Re-entrant, but not thread-safe: reading changes
+    for the whole process, drawing for this thread."""
     global _enabled
     before = _enabled
     _enabled = False
@@ -1038,9 +1061,9 @@ ParameterRow = namedtuple(
 
 
 def describe(model: nn.Module) -> list[ParameterRow]:
-    """One row per parameter (ties once), with what this rank holds (placement "-": not
-    wrapped) and the unit that gathers it ("": the module that holds it). No collective
-    runs."""
+    """One row per parameter (tied ones once): what this rank holds, and the unit that
+    gathers it ("": the module that holds it). Placement "-": not wrapped. Runs no
+    collective."""
     units = units_of(model)
     rows = []
     for name, p in model.named_parameters():
@@ -1315,23 +1338,29 @@ def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
         saved, version = kept
         if saved._version != version:
             raise RuntimeError(
-                f"a tensor of {saved.shape} was changed in place, but backward needs "
-                "it as it was"
+                f"a tensor of shape {tuple(saved.shape)} was changed in place, but "
+                "backward needs its old value: change a clone() of it"
             )
         return saved
     if _versions(kept.param) != kept.versions:
         raise RuntimeError(
-            "a parameter was changed in place between its forward and its backward"
+            "a parameter was changed in place between its forward and its backward: "
+            "step the optimizer after backward"
         )
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
 
 
 @contextmanager
 def unsharded(module: nn.Module | None = None):
-    """Inside it parameters read as whole tensors, as in forward: for a regulariser or a
-    method that computes with them. Each is gathered at its first use (with all of
-    `module`, if that is a unit) and freed at the end. RuntimeError for one that was
-    changed in place by then."""
+    """Context manager in which parameters read as unsharded tensors in param_dtype, as
+    in forward: for a regulariser, or a method that computes with weights. A collective:
+    every rank must enter it and read the same parameters.
+
+        with unsharded():
+            penalty = model.head.weight.square().sum()
+
+    Each parameter is gathered at its first use (with all of `module`, if that is a
+    unit) and freed at the end. Raises RuntimeError if one was changed in place."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -1356,7 +1385,7 @@ def unsharded(module: nn.Module | None = None):
         if whole.tensor._version != whole.version:
             raise RuntimeError(
                 f"{whole.name} was changed in place while it was gathered, which is "
-                "lost: do it elsewhere"
+                "lost: change the parameter outside forward and unsharded()"
             )
 
 
@@ -1505,20 +1534,20 @@ def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
 # By a pattern of torch's error: what to do where a model runs into it.
 CURES = {
     "is a view and i": "data_parallel: a parameter was changed in place while it was "
-    "gathered, which would be lost: do it elsewhere.",
+    "gathered, which would be lost: change the parameter outside forward and "
+    "unsharded().",
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a "
     "parameter as an attribute of its module, in the thread that called the model. "
-    "What named_parameters() and state_dict() give is the shard.",
-    "dtype|scalar type|(weight|bias) type": "data_parallel: while the model runs "
-    "weights are in param_dtype, but parameters(), which self.dtype of many libraries "
-    "asks, and state_dict() give shards in the stored dtype. Cast an input to the "
-    "dtype of a weight that is read as an attribute: x.to(self.proj.weight.dtype).",
-    "yet support saved tensor hooks": "data_parallel: inside of a forward "
-    "torch.func.grad, vjp and jacrev do not work: call them around the model, or "
-    "torch.autograd.grad inside of it.",
-    "closed by peer": "data_parallel: probably another rank has ended, or does "
-    "something else. Every rank calls the model as often as the others, to evaluate, "
-    "too.",
+    "named_parameters() and state_dict() give the shard.",
+    "dtype|scalar type|(weight|bias) type": "data_parallel: while the model runs, "
+    "weights read as attributes are in param_dtype, but parameters() (which self.dtype "
+    "of many libraries reads) and state_dict() give shards in the stored dtype. Cast "
+    "an input to the dtype of such an attribute: x.to(self.proj.weight.dtype).",
+    "yet support saved tensor hooks": "data_parallel: torch.func.grad, vjp and "
+    "jacrev do not work inside a forward: call them around the model, or use "
+    "torch.autograd.grad inside it.",
+    "closed by peer": "data_parallel: another rank has probably ended, or does "
+    "something else. Every rank must call the model equally often, in evaluation, too.",
 }
 
 
@@ -1601,13 +1630,14 @@ def _check(
     wrapped = {"_gather_policy" in m.__dict__ for m in model.modules() if m._parameters}
     if wrapped == {True} and "_gather_policy" in model.__dict__:
         raise ValueError(
-            "every module with parameters is wrapped already: call data_parallel() once"
+            "every module with parameters is wrapped already: call data_parallel() "
+            "only once"
         )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"cannot shard {path or 'the model'}: a ScriptModule cannot be "
-                "wrapped, wrap its source"
+                f"cannot shard {path or 'the model'}: it is a ScriptModule; wrap the "
+                "module that it was scripted from"
             )
         for name, p in module._parameters.items():
             why = _why_not(module, p) if p is not None else ""
@@ -1621,21 +1651,24 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
     if "_gather_policy" in module.__dict__:
         if isinstance(p, DTensor):
             return ""
-        return "its module is wrapped already, copy it into the old parameter"
+        return "its module is already wrapped; copy_() it into the old parameter"
     if isinstance(p, DTensor):
-        return f"it already is a DTensor with placements {p.placements}"
+        return (
+            f"it already is a DTensor with placements {p.placements}; pass a model "
+            "with plain parameters"
+        )
     if p._backward_hooks or (
         p._post_accumulate_grad_hooks and type(p) is not _Replaced
     ):
-        return "its hooks would be lost, register them after data_parallel()"
+        return "its hooks would be lost; register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
-        return "it has no shape yet, run one forward before wrapping"
+        return "it has no shape yet; run one forward before wrapping"
     if type(p) not in (nn.Parameter, _Replaced) and not is_fake(p):
         return (
-            f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
+            f"its class {type(p).__name__} would be lost; make it a plain nn.Parameter"
         )
     if getattr(module, "sparse", False) is True:
-        return "its gradient is sparse, build the embedding with sparse=False"
+        return "its gradient is sparse; build the embedding with sparse=False"
     return ""
 
 
@@ -1656,9 +1689,10 @@ def _check_root(root: int) -> None:
             if isinstance(p, nn.Parameter) and p.requires_grad:
                 path = f"{path}.{name}".lstrip(".")
                 raise RuntimeError(
-                    f"{path} is not sharded: it came after data_parallel(). Copy new "
-                    "values into the old parameter; call data_parallel(model, mesh) "
-                    "again for new modules (mode='replicate' suits small adapters)"
+                    f"{path} is not sharded: it came after data_parallel(). For a new "
+                    "value, copy_() it into the old parameter. For a new module, call "
+                    "data_parallel(model, mesh) again (mode='replicate' suits small "
+                    "adapters)"
                 )
 
 
@@ -1669,8 +1703,8 @@ def _check_root(root: int) -> None:
 def _warn_of_dtype() -> None:
     warnings.warn(
         "data_parallel: compiled code calls parameters() or state_dict(), which give "
-        "shards in the stored dtype, while weights are read in param_dtype. If it asks "
-        "for a dtype, have it ask a weight: x.to(self.proj.weight.dtype)",
+        "shards in the stored dtype, while weights are read in param_dtype. If the "
+        "code needs a dtype, read it from a weight: x.to(self.proj.weight.dtype)",
         stacklevel=2,
     )
 
@@ -1688,9 +1722,9 @@ def _check_saved(module, state, prefix, *_) -> None:
             ):
                 raise RuntimeError(
                     f"{name} is the shard of another rank: torch.save() wrote the "
-                    "shards of one. Save whole tensors (get_model_state_dict with "
-                    "full_state_dict=True), or by torch.distributed.checkpoint on "
-                    "every rank"
+                    "shards of one rank. Save whole tensors (get_model_state_dict "
+                    "with full_state_dict=True), or save on every rank with "
+                    "torch.distributed.checkpoint"
                 )
 
 
@@ -1705,8 +1739,9 @@ def _check_moments(optimizer: torch.optim.Optimizer, *_) -> None:
             if type(t) is Tensor and t.ndim and t.shape == p.shape:
                 raise RuntimeError(
                     f"data_parallel: {name} of the optimizer is a whole tensor, as in "
-                    "a checkpoint of DDP, but its parameter is a shard. Before it is "
-                    "loaded distribute_tensor(t, p.device_mesh, p.placements) each"
+                    "a checkpoint of DDP, but its parameter is a shard. Before "
+                    "load_state_dict() replace each such tensor t by "
+                    "distribute_tensor(t, p.device_mesh, p.placements)"
                 )
 
 
@@ -1721,9 +1756,9 @@ def _watch_optimizers() -> None:
 def _cannot_remove(*args):
     raise RuntimeError(
         "data_parallel: parametrizations, pruning, weight norm and spectral norm "
-        "cannot be removed from a wrapped model. Take its whole tensors "
-        "(get_model_state_dict with full_state_dict=True), load them into a model that "
-        "is not wrapped, and remove them there"
+        "cannot be removed from a wrapped model. Get its whole tensors "
+        "(get_model_state_dict with full_state_dict=True), load them into an unwrapped "
+        "model, and remove them there"
     )
 
 
@@ -1775,8 +1810,8 @@ class _Drawing(dispatch.TorchDispatchMode):
         # bernoulli, without _, would read a shard.
         if (lost and func._schema.is_mutable) or name == "bernoulli":
             raise RuntimeError(
-                f"{func._schema.name} would not reach the sharded tensor: fill it in "
-                "place and as a whole"
+                f"{func._schema.name} would change a copy, not the sharded tensor: "
+                "fill the whole parameter in place, not an index or a view of it"
             )
         tensors = sum(isinstance(arg, Tensor) for arg in args)
         if name in DRAWS and tensors < 2:

@@ -313,7 +313,7 @@ def test_a_torch_that_cannot_be_imported_in_this_environment_is_one_line(program
 
 
 def test_a_network_interface_that_is_not_there_is_named(train):
-    fails(train(GLOO_SOCKET_IFNAME="none0"), 2, "error: GLOO_SOCKET_IFNAME=none0: gloo finds no address")
+    fails(train(GLOO_SOCKET_IFNAME="none0"), 2, "error: GLOO_SOCKET_IFNAME=none0: gloo found no address")
 
 
 def test_a_limit_of_threads_is_told_where_ranks_meet(train, monkeypatch):

@@ -185,7 +185,7 @@ def test_a_version_is_given_only_the_options_that_it_has():
 def test_another_pass_that_would_be_replaced_is_refused():
     model = data_parallel(nn.Sequential(nn.Linear(8, 8)), dist.init_device_mesh("cpu", (8,)))
     with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
-        with pytest.raises(ValueError, match="post_grad_custom_post_pass is set, compile_options.. would replace it"):
+        with pytest.raises(ValueError, match="custom_post_pass is set, and compile_options.. would replace it"):
             compile_options(model)
 
 

@@ -116,7 +116,7 @@ def two_blocks(world) -> int:
 def test_what_ahead_may_be(mesh_of):
     model = build(mesh_of(2), depth=1)
     for ahead in (1.5, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1"):
+        with pytest.raises(ValueError, match=f"ahead={ahead}: must be between 0 and 1, or a whole number above 1"):
             compile_options(model, ahead=ahead)
 
 
@@ -368,7 +368,7 @@ def test_private_names_are_used_in_the_head_of_the_file_alone():
 def test_on_one_rank_the_options_order_a_backward_and_move_nothing(mesh_of):
     model = build(mesh_of(1), depth=2)
     assert compile_options(model, whole_step=True)["allow_buffer_reuse"] is False
-    with pytest.raises(ValueError, match="ahead: 1.5: must be between 0 and 1"):
+    with pytest.raises(ValueError, match="ahead=1.5: must be between 0 and 1"):
         compile_options(model, ahead=1.5)
 
 
@@ -394,7 +394,7 @@ def test_attention_on_a_cpu_is_a_product_with_the_flops_of_flash_attention(again
                          ids=["not wrapped", "without parameters", "compiled, not wrapped"])  # fmt: skip
 def test_options_of_what_is_not_wrapped_are_an_error_on_any_number_of_ranks(mesh_of, world, other):
     build(mesh_of(world), depth=1)
-    with pytest.raises(ValueError, match="model: no parameter is sharded: call data_parallel"):
+    with pytest.raises(ValueError, match="no parameter of the model is sharded: call data_parallel"):
         compile_options(other)
 
 

@@ -341,7 +341,7 @@ INITS = dict(
     randint_like=lambda w: w.data.copy_(torch.randint_like(w, 9)), twice=lambda w: nn.init.normal_(nn.init.uniform_(w)),
 )  # fmt: skip
 # What writes through views, or is no DTensor operation: (init, None if it is right, else the error that refuses it).
-OURS, TORCH_MIXED, TORCH_NONE = "fill it in place and as a whole", "mixed torch.Tensor and DTensor", "sharding strategy"
+OURS, TORCH_MIXED, TORCH_NONE = "fill the whole parameter", "mixed torch.Tensor and DTensor", "sharding strategy"
 HARD = dict(
     eye=(nn.init.eye_, None), slice=(lambda w: nn.init.ones_(w).data[:, 2:].normal_(), None),
     row=(lambda w: nn.init.ones_(w).data[3].fill_(0), OURS),
@@ -385,7 +385,7 @@ def test_property_5_an_init_that_cannot_be_sharded_is_refused_and_not_silently_w
 def test_property_5_reset_parameters_of_an_embedding_says_that_it_cannot_zero_its_padding_row(fake):
     with torch.device("meta"):
         model = data_parallel(nn.Embedding(8, 3, padding_idx=5), fake(4, rank=2)).to_empty(device="cpu")
-    with disable_data_parallel(), pytest.raises(RuntimeError, match="as a whole"):  # an error of ours, not an accident
+    with disable_data_parallel(), pytest.raises(RuntimeError, match="fill the whole"):  # ours, not an accident
         model.reset_parameters()
 
 

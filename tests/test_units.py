@@ -100,12 +100,12 @@ def test_modules_do_as_well_as_names_and_describe_says_what_was_taken(fake):
 
 
 @pytest.mark.parametrize(("units", "message"), [
-    (["nope"], "units: 'nope' is no module of the model: give names as in named_modules(), or modules"),
+    (["nope"], "units: 'nope' is not a module of the model: expected a module, or its name in named_modules()"),
     ("head", None),  # a name alone is a list of one
-    ([3], "units: 3 is no module of the model"),
-    ([["head", ["body"]]], "units: .'body'. is no module of the model"),
-    ([nn.Linear(2, 2)], "units: Linear.* is no module of the model"),
-    (["head", ["body", "head"]], "units: head stands there twice"),
+    ([3], "units: 3 is not a module of the model"),
+    ([["head", ["body"]]], "units: .'body'. is not a module of the model"),
+    ([nn.Linear(2, 2)], "units: Linear.* is not a module of the model"),
+    (["head", ["body", "head"]], "units: head is listed twice: list it once"),
     (["body.layers.0.up", "act"], "units: act has no parameters: leave it out"),
 ])  # fmt: skip
 def test_what_is_no_unit_is_refused_before_anything_is_changed(fake, units, message):
