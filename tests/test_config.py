@@ -9,6 +9,7 @@ time, what is imported.
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import socket
@@ -286,7 +287,8 @@ def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_
 @pytest.mark.parametrize("text, message", [
     (None, "No such file or directory"), ("", "no run wrote this"), ("[1]", "no run wrote this"),
     ('{"depth": 1', "no run wrote this"), ('{"model": "m", "columns": []}', "has columns, model, which are no flags"),
-    ('{"depth": "many"}', "--depth"), ('{"depth": -1}', "--depth -1"),
+    ('{"depth": "many"}', "--depth"), ('{"depth": -1}', "--depth -1"), ("[" * 99_999, "no run wrote this"),
+    ('{"config": "b.json"}', "has config, which are no flags"),
 ])  # fmt: skip
 def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(text, message, tmp_path, capfd):
     path = tmp_path / "a.json"
@@ -295,6 +297,20 @@ def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(tex
     with pytest.raises(SystemExit) as ended:
         flags.parse(["--config", str(path)])
     assert ended.value.code == 2 and message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_settings_that_are_no_regular_file_are_refused_and_not_read_for_ever(kind, tmp_path, capfd):
+    path = tmp_path / "a.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(["--config", str(path)])
+    assert ended.value.code == 2 and f"--config {path}: no regular file; name the settings" in capfd.readouterr().err
 
 
 def test_what_fits_is_accepted():

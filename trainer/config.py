@@ -543,16 +543,18 @@ def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
     if path is None:
         return []
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would be read for ever
+            raise OSError(0, "no regular file")
         text = Path(path).read_text().strip()
         stored = json.loads(text.splitlines()[-1] if path.endswith(".jsonl") else text)
         stored = stored.get("flags", stored)
         settings = {name: stored[name] for name in stored if name not in ("continues", "after_step", "grad_accum")}
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name the settings or the results of a run") from None
-    except (ValueError, AttributeError, TypeError, IndexError):
+    except (ValueError, AttributeError, TypeError, IndexError, RecursionError):
         raise ValueError(f"--config {path}: no run wrote this; name its .settings.json or a results file") from None
     names = {field.name for group in get_type_hints(kind).values() if is_dataclass(group) for field in fields(group)}
-    if others := sorted(settings.keys() - names):
+    if others := sorted(settings.keys() - (names - {"config"})):
         raise ValueError(f"--config {path}: has {', '.join(others[:5])}, which are no flags of this program; "
                          "name the settings of one of its own runs")  # fmt: skip
     words = []
