@@ -430,7 +430,10 @@ def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
 # ---------------------------------------------------------------------------------------------------- the compile cache
 
 
-@pytest.mark.parametrize("text", ["CppCompileError: C++ compile error", "ImportError: /c/ab/cut.so: file too short"])
+@pytest.mark.parametrize("text", [
+    "CppCompileError: C++ compile error", "ImportError: /c/ab/cut.so: file too short",
+    "RuntimeError: Failed to import /c/ab/cut.py SyntaxError: '(' was never closed (cut.py, line 41)",
+])  # fmt: skip
 def test_a_failed_compilation_names_the_cache_to_delete_to_people_and_no_path_to_the_row(text, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     told = f"; if a compilation was killed before, delete {tmp_path} and start again"
