@@ -47,7 +47,7 @@ class Progress(AbstractContextManager):
             self.spinner = Spinner("dots")
             self.console = console = Console(file=self.stream)
             how = dict(transient=True, refresh_per_second=5, redirect_stderr=sys.stderr.isatty())
-            self.live = Live(get_renderable=self._spin, console=console, **how)
+            self.live = Live(get_renderable=lambda: self, console=console, **how)
             self.live.start(refresh=True)
             console.show_cursor()  # a process that is killed could not bring it back
             atexit.register(self.__exit__)
@@ -77,7 +77,8 @@ class Progress(AbstractContextManager):
         seconds = int(time.monotonic() - self.since)
         return what + f", {seconds} s" * (seconds > 0 and what != "") + mark + hint
 
-    def _spin(self):
+    def __rich__(self):
+        """What rich draws, asked at the moment when it does: after `clear` a print would bring the old line back."""
         if self.cleared:
             return ""
         text = str(self)
