@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# If the parameter groups changed since the save, set_optimizer_state_dict silently gives all parameters one group's learning rate and weight decay.
+# set_optimizer_state_dict silently loads two parameter groups into one and keeps the settings of only one of them.
 #
 # Seen: Saved with two groups (matrices: lr 0.1, decay 0.01; norms and biases: lr 0.2, no decay) and set into an
 #   optimizer of one group, all parameters get the LAST group's lr 0.2 and no decay. With
-#   flatten_optimizer_state_dict=True the same call gives all of them the FIRST group's. Flattened from one group into
-#   two, the undecayed group gets the decay. No warning, and the moments are the saved ones. Without flattening, one
-#   group loaded into two leaves the first without `lr`, and the next step fails with KeyError: 'betas'.
+#   flatten_optimizer_state_dict=True the same call gives all of them the FIRST group's. No warning, and the moments are
+#   the saved ones. In the other direction, one group into two, the default leaves the first group without `lr`, and
+#   the next step raises KeyError: 'betas'; flattened, both groups silently get the one group's settings.
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or the settings kept.
-# Why it matters: A resume after the parameter groups were rearranged trains on with the wrong learning rate and
-#   weight decay.
+# Why it matters: A resume after the parameter groups were merged trains on with the wrong learning rate and weight
+#   decay.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(numpy==2.4.6 torch==2.13.0)
@@ -18,13 +18,13 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 if [ -z "$python" ]; then
-    python3 -m venv venv
+    python3 -m venv venv || exit 3
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
     # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
     # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
     install "${packages[@]}+cpu" ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}" || exit 3
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
 "$python" - "${packages[@]}" <<'END'
@@ -33,10 +33,14 @@ import sys
 
 for pinned in sys.argv[1:]:
     name, version = pinned.split("==")
-    installed = importlib.metadata.version(name)
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
     print(name, installed)
     if installed.split("+")[0] != version:
-        sys.exit(f"this program is about {name} {version}")
+        print(f"this program is about {name} {version}", file=sys.stderr)
+        sys.exit(3)
 END
 cat > finding.py <<'END'
 import warnings

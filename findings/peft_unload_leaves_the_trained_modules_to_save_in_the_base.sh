@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PeftModel.unload() removes the LoRA layers but leaves the trained modules_to_save in the base model.
+# PeftModel.unload() removes the LoRA layers but leaves a trained output layer of modules_to_save in the base model.
 #
 # Seen: With LoRA on the query projections and modules_to_save=['lm_head'], disable_adapter() gives the logits of
 #   the base model bit for bit. unload() gives a model without LoRA but with the trained output layer: neither the
@@ -17,13 +17,13 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 if [ -z "$python" ]; then
-    python3 -m venv venv
+    python3 -m venv venv || exit 3
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
     # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
     # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
     install "${packages[@]}+cpu" ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}" || exit 3
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
 "$python" - "${packages[@]}" <<'END'
@@ -32,10 +32,14 @@ import sys
 
 for pinned in sys.argv[1:]:
     name, version = pinned.split("==")
-    installed = importlib.metadata.version(name)
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
     print(name, installed)
     if installed.split("+")[0] != version:
-        sys.exit(f"this program is about {name} {version}")
+        print(f"this program is about {name} {version}", file=sys.stderr)
+        sys.exit(3)
 END
 cat > finding.py <<'END'
 import torch
@@ -79,7 +83,6 @@ torch.manual_seed(1)
 TOKENS = torch.randint(0, 64, (2, 12))
 
 before = logits(base(), TOKENS)
-torch.manual_seed(2)
 config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
 model = get_peft_model(base(), config)
 train(model)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A chat that is truncated on the left has an assistant mask of zeros, although whole answers are left.
+# If left truncation reaches the first answer of a chat, its assistant mask is all zeros, although answers remain.
 #
 # Seen: apply_chat_template(.., return_assistant_tokens_mask=True, truncation=True) with truncation_side="left" marks
 #   both answers if the cut is before the first, and no token at all if it is inside or after the first: the second
-#   answer, which is wholly there, is not marked either. Truncated on the right, the mask covers the answers that are
-#   left.
+#   answer, which is wholly there, is not marked either. Truncated on the right, the mask covers the answers that
+#   remain.
 # Versions: torch 2.13.0, transformers 5.23.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: A mask of the answers that are left.
+# Expected: A mask of the answers that remain.
 # Why it matters: truncation_side="left" is what keeps the end of a long chat. An example that is cut inside or after
 #   its first answer then has no label.
 set -euo pipefail
@@ -17,13 +17,13 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 if [ -z "$python" ]; then
-    python3 -m venv venv
+    python3 -m venv venv || exit 3
     python=$folder/venv/bin/python
     install() { "$python" -m pip install -q --no-compile "$@"; }
     # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
     # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
     install "${packages[@]}+cpu" ||
-        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}"
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}" || exit 3
 fi
 export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
 "$python" - "${packages[@]}" <<'END'
@@ -32,10 +32,14 @@ import sys
 
 for pinned in sys.argv[1:]:
     name, version = pinned.split("==")
-    installed = importlib.metadata.version(name)
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
     print(name, installed)
     if installed.split("+")[0] != version:
-        sys.exit(f"this program is about {name} {version}")
+        print(f"this program is about {name} {version}", file=sys.stderr)
+        sys.exit(3)
 END
 cat > finding.py <<'END'
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
