@@ -165,7 +165,6 @@ def interleave(folder: Path, pad: str, mode: str, arguments: argparse.Namespace)
     import torch
     from transformers import TrainerCallback
 
-    from finetune import train_step
     from model import IGNORE
     from trainer import config as flags
     from trainer.distributed.launch import connect, shutdown
@@ -214,7 +213,7 @@ def interleave(folder: Path, pad: str, mode: str, arguments: argparse.Namespace)
             theirs.append([b - a for a, b in zip(self.began, now, strict=True)])
             step.optimizer.lr.fill_(learning_rate(config, len(ours)))
             tokens, targets, inputs = next(data)
-            loss = train_step(step, tokens, targets, **inputs).item()
+            loss = step(tokens, targets, **inputs).item()
             step.grad_norm.item()
             end = time.perf_counter(), time.process_time()
             ours.append([*(b - a for a, b in zip(now, end, strict=True)), targets, loss])
