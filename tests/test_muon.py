@@ -458,7 +458,7 @@ def test_a_closure_is_called_with_gradients_on():
 @pytest.mark.parametrize(("tensor", "said"), [
     (lambda: torch.randn(4), r"\[4\] and torch.float32: expected a real matrix \[m, n\] or \[E, m, n\]; give it"),
     (lambda: torch.randn(2, 2, 2, 2), "expected a real matrix"),
-    (lambda: torch.randn(3, 3, dtype=torch.complex64), "complex64 .* expected a real matrix"),
+    (lambda: torch.randn(3, 3, dtype=torch.complex64), "complex64: expected a real matrix"),
     (lambda: torch.empty(1).expand(2**22, 2**22), "expected at most .* bytes on its owner, not 140737488355328"),
 ])  # fmt: skip
 def test_what_is_no_matrix_or_has_no_owner_is_refused(tensor, said):
