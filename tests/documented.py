@@ -28,7 +28,8 @@ OF_LAUNCH = dict(run="main.py", profile="main.py", sweep="-m lab.sweeps.sweep", 
                  studies="-m lab.studies")  # fmt: skip
 UNREAD = {"test", "verify", "gpu", "install", "--help"}  # commands of launch.sh without flags of a program
 # Programs that have no flags of main.py.
-ALONE = ("lab.report", "lab.studies", "lab.benchmarks.planner", "trainer.checkpoint.export",
+ALONE = ("lab.report", "lab.studies", "lab.benchmarks.planner", "lab.benchmarks.trl", "lab.benchmarks.first_step",
+         "trainer.checkpoint.export",
          "trainer.finetuning.export")  # fmt: skip
 OWN_LIST = re.compile(r"A file of your own, here `([^`]+)`.*?```text\n(.*?)```", re.DOTALL)
 
