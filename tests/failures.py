@@ -12,12 +12,16 @@ longer. Five seconds of most are those in which a rank waits for an answer of th
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+
+if __name__ == "__main__":  # programs of the checkout are not installed
+    sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
 from forked import Job

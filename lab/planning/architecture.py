@@ -201,9 +201,14 @@ def built(config: dict, name: str) -> Architecture:
 def number(config, *names: str, usual: int = 0) -> int:
     """The first of these that a config has; the largest, where layers have their own."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:
+            # transformers raises it for what differs by layer: Gemma 4's heads are wider in every sixth.
+            layers = config.per_layer_config
+            value = [getattr(layers[i], name, None) for i in range(len(layers))]
         if isinstance(value, list | tuple):
-            value = max((each for each in value if isinstance(each, int)), default=0)
+            value = max((number for number in value if isinstance(number, int)), default=0)
         if isinstance(value, int) and value > 0:
             return value
     return usual

@@ -278,3 +278,17 @@ def test_a_kind_that_is_not_known_is_counted_on_its_model():
     assert a.parameters == 2 * 500 * 64 + 64 + 3 * block and "counted" in a.note
 
 
+def test_a_model_whose_layers_have_heads_of_their_own_is_counted():
+    """Of Gemma 4 every sixth layer has wider heads, for which transformers refuses to give one number."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=16, global_head_dim=32, vocab_size=500,
+                  vocab_size_per_layer_input=500, hidden_size_per_layer_input=8, num_kv_shared_layers=0)  # fmt: skip
+    made = transformers.AutoConfig.for_model("gemma4_text", **config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    a = architecture(json.loads(made.to_json_string(use_diff=True)) | {"model_type": "gemma4_text"})
+    assert a.parameters == sum(p.numel() for p in model.parameters()) and a.head_dim == 32
+
+

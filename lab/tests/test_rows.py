@@ -12,6 +12,14 @@ from trainer.attention import Shape
 
 NEW = config.setting(config.filled(config.parse("--depth 8 --loss chunked".split()), "cpu"))
 
+# What a row says of its setting where a study takes no flags of main.py.
+SETTINGS = {
+    "attention": {*Shape._fields, "backend", "options"},
+    "failures": {*"world steps seed at_once".split()},
+    "first_step": {*"name cache command".split()},
+    "trl": {*"pad compile batch seqlen threads chats trl transformers".split()},
+}
+
 
 def test_a_default_that_changes_changes_no_setting_of_a_row(monkeypatch):
     new = CPU | {"flags": NEW, "loss": 2.5, "loss_kind": "chunked"}
@@ -34,8 +42,8 @@ def test_every_row_here_holds_its_whole_setting():
         for row in rows.read([path]):
             if row.get("study") == "mlp":
                 assert row["flags"] == {name: row[name] for name in row["flags"]} and len(row["flags"]) == 15
-            elif row.get("study") == "attention":
-                assert {*Shape._fields, "backend", "options"} <= row.keys()
+            elif row.get("study") in SETTINGS:
+                assert SETTINGS[row["study"]] <= row.keys()
             elif "setting" in row:  # of a study, whose settings are no flags of main.py
                 assert row["setting"] and row["study"] and row["outcome"]
             elif "model" in row["flags"]:  # of finetune.py, whose models have no such shape
