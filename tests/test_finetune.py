@@ -370,7 +370,7 @@ def test_a_prepared_model_touches_no_checkpoint_of_a_run(tune):
     fine(tune("--steps", 2, "--save", "a", "--save-every", 1))
     refused(4, "--prepared a: holds step-00000002, a checkpoint of a run", tune("--steps", 1, "--prepared", "a"))
     assert sorted(name for name in os.listdir("a") if name != "lock") == ["step-00000001", "step-00000002"]
-    refused(2, "--prepared a: not with --save ./a: is of weights that real ranks read and cast",
+    refused(2, "--prepared a: not with --save ./a: caches weights that real ranks read from",
             tune("--prepared", "a", "--save", "./a"))
 
 

@@ -211,7 +211,7 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     ("--width 100 --device cpu", 1, "--width 100: must be a multiple of --head-dim 32"),
     ("--width 100 --head-dim 24", 1, "--width 100: must be a multiple of --head-dim 24"),
     ("--mode hybrid_shard", 3, "--replicas 2: must divide the 3 ranks"),
-    ("--wrapper none --param-dtype fp32", 2, "--wrapper none: works on one rank, this is 2, .*"),
+    ("--wrapper none --param-dtype fp32", 2, "--wrapper none: needs one rank and --param-dtype fp32, got 2 ranks .*"),
 ])  # fmt: skip
 def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capfd):
     assert re.fullmatch(f"error: {says}", refused(argv.split(), capfd, world=world))

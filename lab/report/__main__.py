@@ -3,11 +3,11 @@
     python -m lab.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m lab.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
     python -m lab.report --html page.html  tables and figures in one file that needs no other (html.py)
-    python -m lab.report FILE.jsonl        the runs of a file: every figure, over that of the first, and curves
+    python -m lab.report FILE.jsonl        the runs of a file side by side, with ratios to the first, and curves
     python -m lab.report loss --last 3     losses of the last three runs of runs/results.jsonl
     python -m lab.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
     python -m lab.report --study NAME      the table of a study (studies/), with --plots DIR its plot
-    python -m lab.report --check           the marked tables of README, NOTES, docs, lab/notes; --write mends
+    python -m lab.report --check           the marked tables of README, NOTES, docs, lab/notes; --write rewrites them
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
 tables.py, or `study NAME`.
@@ -244,9 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows"
     )
-    parser.add_argument("--run", metavar="NAME", help="of the rows only those of this run")
-    parser.add_argument("--last", type=int, metavar="N", help="of the rows only the last N")
-    parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
+    parser.add_argument("--run", metavar="NAME", help="only rows of this run")
+    parser.add_argument("--last", type=int, metavar="N", help="only the last N rows")
+    parser.add_argument(
+        "--small", action="store_true", help="the axes at the sizes that a CPU can run"
+    )
     parser.add_argument(
         "--plots",
         type=Path,
@@ -260,24 +262,30 @@ def main(argv: list[str] | None = None) -> int:
         help="one page with tables and figures; needs matplotlib",
     )
     parser.add_argument(
-        "--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply"
+        "--study",
+        metavar="NAME",
+        help="the table of this study; takes --results, --small and --plots",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compare marked tables of README, NOTES, docs, lab/notes",
+        help="compare the marked tables of README, NOTES, docs and lab/notes with their rows",
     )
-    parser.add_argument("--write", action="store_true", help="put the marked tables right")
+    parser.add_argument(
+        "--write", action="store_true", help="rewrite the marked tables from their rows"
+    )
     args = parser.parse_args(argv)
     try:
         others = args.axis or args.results or args.small or args.plots or args.html
         if (args.check or args.write) and (others or args.study):
             raise ValueError(
-                "--check and --write stand alone: the marks in the documents name layouts and rows"
+                "--check and --write take no other flags: the marks in the documents name the tables and rows"
             )
         if args.study:
             if args.axis or args.html:
-                raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
+                raise ValueError(
+                    "--study: takes only --results, --small and --plots; leave out axes and --html"
+                )
             files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
             table, about, paths = studied(args.study, files, args.plots)
             put(about, "", table, *[""] * bool(paths), *paths, sep="\n")
@@ -302,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         count, differing = check(documents(), args.write)
         if not count:
             raise ValueError(
-                "no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here"
+                "no marked table in README.md, NOTES.md, docs/*.md or lab/notes/*.md; run it in the project's folder"
             )
         done = "rewritten" if args.write else "differ"
         put(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")

@@ -74,7 +74,9 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows.sort(key=lambda row: order.index(row["compile"]))
     told = *published.SHAPE, "steps", "mode", "remat"
     if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
-        raise ValueError("compile: the rows are of several settings; give a file of one")
+        raise ValueError(
+            "compile: the rows differ in more than --compile; give a file with one setting"
+        )
     columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
     loss = f"loss, step {published.setting(rows[0], 'steps') if rows else ''}"
     columns += [
@@ -372,7 +374,7 @@ def section(
         others = left_out(rows) if name == "loss" else ""
         return about(name, ours, []) + f"\n{others}" * bool(others), markdown(columns)
     if name not in sweep.axes():
-        raise ValueError(f"{name}: no row of it among {len(rows)} rows")
+        raise ValueError(f"{name}: none of the {len(rows)} rows belong to it")
     found = published.entries(name, rows, small)
     return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
 
@@ -383,7 +385,7 @@ def compared(sides: list[str], files: list[Path]) -> str:
     first, second = (published.rows_of(side, files) for side in sides)
     both = [key for key in first if key in second]
     if not both:
-        raise ValueError(f"{' '.join(sides)}: no setting is in both")
+        raise ValueError(f"{' '.join(sides)}: no setting has a row in both")
     told = flags_apart([first[key].get("flags") or {} for key in both])
     columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
     dirty = [

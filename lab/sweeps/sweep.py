@@ -150,7 +150,7 @@ def parse(words: list[str]) -> tuple[int, Flags]:
             last = name.replace("_", "-")
             if last == "--results":
                 raise ValueError(
-                    "--results is one for the whole sweep: give it on the command line"
+                    "--results cannot stand in a line of a sweep: give it on the command line"
                 )
             flags.pop(
                 last.replace("--no-", "--")
@@ -202,7 +202,7 @@ def check_number(number: int) -> None:
     """ValueError for more settings than any sweep runs."""
     if number > MOST_SETTINGS:
         raise ValueError(
-            f"more than {grouped(MOST_SETTINGS)} settings; name fewer values, or make files of fewer lines"
+            f"more than {grouped(MOST_SETTINGS)} settings; name fewer values, or split the file"
         )
 
 
@@ -242,7 +242,9 @@ def settings_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
     if not settings:
-        raise ValueError(f"{study}: no setting in it")
+        raise ValueError(
+            f"{study}: no settings found; expected lines of flags, such as --depth 2 --lr 3e-3"
+        )
     return list(settings)
 
 
@@ -590,35 +592,51 @@ def command(argv: list[str]) -> int | None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]"
     )
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
+    parser.add_argument("--small", action="store_true", help="use sizes that a CPU can run")
     parser.add_argument(
-        "--nproc", type=int, default=os.environ.get("NPROC", 1), help="for settings that name none"
+        "--results", type=Path, help="JSONL file for the rows (default: runs/sweep-AXIS.jsonl)"
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=os.environ.get("NPROC", 1),
+        help="ranks of settings that do not name any (default: $NPROC, else 1)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=os.environ.get("SETTING_TIMEOUT", 1800),
-        help="seconds, a setting",
+        help="seconds that one setting may take (default: $SETTING_TIMEOUT, else 1800)",
     )
     parser.add_argument(
-        "--budget", type=float, default="inf", help="seconds, the call; the next one goes on"
+        "--budget",
+        type=float,
+        default="inf",
+        help="seconds after which this call ends; a setting cut short has no row, the next call repeats it",
     )
     parser.add_argument(
-        "--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)"
-    )
-    parser.add_argument("--fresh", action="store_true", help="run finished settings too")
-    parser.add_argument(
-        "--any-commit", action="store_true", help="rows of other commits count as results too"
+        "--program",
+        default=str(ROOT / "main.py"),
+        help="program to run: a file, or '-m MODULE' (default: main.py)",
     )
     parser.add_argument(
-        "--report", action="store_true", help="in the end write a page of all: RESULTS.html"
+        "--fresh", action="store_true", help="also run settings that already have a row"
+    )
+    parser.add_argument(
+        "--any-commit",
+        action="store_true",
+        help="skip settings that have a row of any commit, not only of this one",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="at the end write one page with tables and figures, RESULTS.html",
     )
     parser.add_argument("--list", action="store_true", help="print the settings, run nothing")
     parser.add_argument(
-        "--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)"
+        "--slurm", action="store_true", help="print a SLURM array job, to pipe into sbatch"
     )
-    parser.add_argument("--setting", help="this one of the settings alone, as such a task does")
+    parser.add_argument("--setting", help="run only this setting, as a task of the array job does")
     target, *rest = argv or ["-h"]
     if target.startswith("-") and target not in ("-h", "--help"):
         target = GRID
@@ -627,14 +645,14 @@ def command(argv: list[str]) -> int | None:
     for name in ("timeout", "budget"):
         if not getattr(args, name) > 0:  # nor is nan
             raise ValueError(
-                f"--{name} {getattr(args, name):g}: must be seconds, more than 0; inf for no limit"
+                f"--{name} {getattr(args, name):g}: must be a number of seconds above 0; inf for no limit"
             )
     try:
         args.program = shlex.split(args.program)
     except ValueError as error:
         raise ValueError(f"--program {args.program}: {error}") from None
     if not args.program:
-        raise ValueError("--program: needs a file, or -m MODULE")
+        raise ValueError("--program: expected a file, or '-m MODULE'")
     if args.slurm:  # the settings are those of its nodes, not of this machine
         chosen, extra = slurm.split(extra)
         options = slurm.for_settings(chosen, args.small, args.timeout)
@@ -646,7 +664,7 @@ def command(argv: list[str]) -> int | None:
     settings = list(dict.fromkeys(itertools.chain(*tables.values())))
     if args.setting is not None and args.setting not in settings:
         raise ValueError(
-            f"--setting '{args.setting}': is no setting of {target} where a machine has {gpus()} GPUs"
+            f"--setting '{args.setting}': not a setting of {target} on a machine with {gpus()} GPUs; --list prints them"
         )
     if args.list:
         return put("\n".join(settings))

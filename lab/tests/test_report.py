@@ -356,9 +356,9 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
     ("", "no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
     ("--results none.jsonl", "no file none.jsonl: "),
     ("seqlen --results results/cpu_modes.jsonl", "seqlen: no row of it (at small sizes: --small)"),
-    ("links --results results/cpu_modes.jsonl", "links: no row of it among 5 rows"),
+    ("links --results results/cpu_modes.jsonl", "links: none of the 5 rows belong to it"),
     ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows are of"),
-    ("depth --check", "--check and --write stand alone"),
+    ("depth --check", "--check and --write take no other flags"),
     ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
     ("results/collectives.jsonl", "results/collectives.jsonl: no run of a training program is in it, its rows are of "
      "the study collectives; name their table, if there is one: "),
@@ -382,7 +382,8 @@ def test_a_bad_mark_is_named_with_its_line(copy, refused, mark, said):
     (copy / "NOTES.md").unlink()
     shutil.rmtree(copy / "docs")
     shutil.rmtree(copy / "lab")
-    none = "report: no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here\n"
+    none = ("report: no marked table in README.md, NOTES.md, docs/*.md or lab/notes/*.md; "
+            "run it in the project's folder\n")  # fmt: skip
     assert refused(command.main, "--check") == none
 
 
@@ -400,7 +401,7 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, report, 
         assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
     save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
     for sides, said in (("aaaaaaa ccccccc", "ccccccc: no row of this commit"), ("old.jsonl 7.jsonl", "no file 7.jsonl"),
-                        ("old.jsonl seven.jsonl", "no setting is in both")):  # fmt: skip
+                        ("old.jsonl seven.jsonl", "no setting has a row in both")):  # fmt: skip
         assert said in refused(command.main, sides)
 
 

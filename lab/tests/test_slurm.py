@@ -123,7 +123,7 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
     ("slurm --nodes 3 --gpus-per-node 1 --mode hybrid_shard", "error: --replicas 2: must divide the 3 ranks"),
     ("sweep depth --slurm --nodes 2", "sweep: --nodes 2: a setting runs on one node; leave it out"),
     ("sweep depth --slurm --time 1h", "sweep: --time 1h: must be minutes, hours:mm:ss or days-hours"),
-    ("sweep depth --small --setting x", "sweep: --setting 'x': is no setting of depth where a machine has 0 GPUs"),
+    ("sweep depth --small --setting x", "sweep: --setting 'x': not a setting of depth on a machine with 0 GPUs"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(words, said, monkeypatch, capsys):
     command, *given = words.split()

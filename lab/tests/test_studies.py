@@ -181,7 +181,7 @@ def test_report_prints_the_table_of_a_study_and_checks_it(call_study, tmp_path, 
 @pytest.mark.parametrize("argv, told", [
     ("--study acounting", "did you mean accounting?"),
     ("--study accounting --results nowhere.jsonl", "no file nowhere.jsonl"),
-    ("--study accounting seqlen", "no axis"), ("--check --study accounting", "stand alone"),
+    ("--study accounting seqlen", "leave out axes"), ("--check --study accounting", "take no other flags"),
 ])  # fmt: skip
 def test_report_refuses_what_is_no_study(isolated, capfd, argv, told):
     with pytest.raises(SystemExit) as exit:

@@ -433,9 +433,9 @@ def test_a_loss_that_is_not_finite_is_counted_where_seeds_are_summed_up():
     ("--results pipe", "--results pipe: is a pipe"),
     ("--results pipe --slurm", "pipe: is no file"),
     ("--program \\'", "--program ': No closing quotation"),
-    ("--program ''", "--program: needs a file"),
-    ("--timeout nan", "--timeout nan: must be seconds"),
-    ("--budget -1", "--budget -1: must be seconds"),
+    ("--program ''", "--program: expected a file"),
+    ("--timeout nan", "--timeout nan: must be a number of seconds"),
+    ("--budget -1", "--budget -1: must be a number of seconds"),
     ("--tracker", "--tracker: needs a value"),
     ("--world 4 --link", "--link: needs a value"),
 ])
@@ -454,8 +454,8 @@ def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said
     (["# none", "", "nproc=2 8"], "settings.txt:3: expected nproc=N (N >= 1) or a flag, got '8'"),
     (["nproc=0 --depth 8"], "settings.txt:1: expected nproc=N (N >= 1) or a flag, got 'nproc=0'"),
     (["--depth '8"], "settings.txt:1: No closing quotation"),
-    (["--results x"], "settings.txt:1: --results is one for the whole sweep: give it on the command line"),
-    (["# nothing"], "settings.txt: no setting in it"),
+    (["--results x"], "settings.txt:1: --results cannot stand in a line of a sweep: give it on the command line"),
+    (["# nothing"], "settings.txt: no settings found; expected lines of flags, such as --depth 2 --lr 3e-3"),
 ])
 def test_a_bad_file_is_one_line_and_exit_2(call, lines, said):
     assert call(lines)[:2] == (2, f"sweep: {said}\n")

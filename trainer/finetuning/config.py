@@ -180,18 +180,18 @@ class Config(flags.Config):
         return [
             ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
             ("export", self.export is not None and dict(world=self.world),
-             "simulated ranks hold no model worth saving; leave it out"),
+             "simulated ranks train no usable model; leave one of them out"),
             ("prepared", self.prepared is not None and dict(save=same, world=self.world, random=self.random,
-             lora=self.lora), "is of weights that real ranks read and cast, in a folder of its own; leave one out"),
+             lora=self.lora), "caches weights that real ranks read from --model, in its own folder; leave one out"),
             ("adapter", self.adapter is not None and dict(random=self.random),
-             "they fit the model's own weights; leave one out"),
+             "the adapters belong to the weights of --model; leave one of them out"),
             ("lora", not self.lora and self.adapter is None and dict(lora_alpha=self.lora_alpha is not None,
              merge=self.merge, lora_targets=self.lora_targets != (ALL_LINEAR,), lora_rslora=self.lora_rslora,
-             lora_modules_to_save=self.lora_modules_to_save), "that is of adapters; add --lora RANK"),
-            ("lora", self.lora and self.optimizer == "muon", "Muon is for whole matrices; use --optimizer adamw"),
+             lora_modules_to_save=self.lora_modules_to_save), "needs adapters; add --lora RANK"),
+            ("lora", self.lora and self.optimizer == "muon", "Muon is not for adapters; use --optimizer adamw"),
             ("merge", self.merge and self.export is None, "needs --export"),
             ("cuda_graph", self.cuda_graph and self.pad != "fixed",
-             "replays one shape without positions; use --pad fixed"),
+             "replays sequences of one length; use --pad fixed"),
             *(rule for rule in shared if rule[0] not in ("init", "wrapper", "mlp", "attn")),
         ]  # fmt: skip
 
@@ -232,7 +232,10 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
             raise ValueError(f"{flags.written(config, 'template_args')}: must be a JSON object")
         if config.adapter is not None:
             config = _with_adapter(config)
-        if config.eval_data is not None and weighted([config.eval_data], "--eval-data")[0][1] is not None:
+        if (
+            config.eval_data is not None
+            and weighted([config.eval_data], "--eval-data")[0][1] is not None
+        ):
             raise ValueError(
                 f"--eval-data {config.eval_data}: takes no weight; name a file, folder or pattern"
             )
