@@ -121,7 +121,7 @@ def found(
         rows = [row for row in rows if row.get("run") == args.run]
         if not rows:
             raise ValueError(
-                f"--run {args.run}: no row of it in {' '.join(map(str, args.results or there))}"
+                f"--run {args.run}: no rows of this run in {' '.join(map(str, args.results or there))}"
             )
     return rows[-args.last :] if args.last else rows
 
@@ -211,7 +211,7 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(
-            f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}"
+            f"no row of any axis in {where}{'' if args.small else '; for small sizes add --small'}"
         )
     # As finetune.py's models are not.
     shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]

@@ -227,7 +227,7 @@ def entries(
             found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
     if not found:
         raise ValueError(
-            f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows"
+            f"{axis}: none of the {len(rows)} rows belong to it{'' if small else '; for small sizes add --small'}"
         )
     ours = {}
     for key, row in found:

@@ -75,7 +75,7 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     told = *published.SHAPE, "steps", "mode", "remat"
     if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
         raise ValueError(
-            "compile: the rows differ in more than --compile; give a file with one setting"
+            "compile: the rows differ in shape, --steps, --mode or --remat; give a file in which only --compile differs"
         )
     columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
     loss = f"loss, step {published.setting(rows[0], 'steps') if rows else ''}"

@@ -205,7 +205,9 @@ def newest(name: str, rows: Iterable[dict]) -> list[dict]:
                 last[key] = row
     if not last:
         wrote = f"python -m lab.studies.{name} writes them"
-        raise ValueError(f"--study {name}: no row of it; {wrote}, --results names files")
+        raise ValueError(
+            f"--study {name}: no rows of this study; {wrote}, or name their file by --results"
+        )
     return list(last.values())
 
 

@@ -98,13 +98,13 @@ def test_every_line_of_every_axis_finds_its_row(small):
         found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
         assert sorted(ours["line"] for ours in found) == sorted(settings), axis
         other = [row(f"{setting} --clip 2", CPU if small else GPU) for setting in settings]
-        with pytest.raises(ValueError, match=f"^{axis}: no row"):
+        with pytest.raises(ValueError, match=f"^{axis}: none of the {len(other)} rows belong to it"):
             rows.entries(axis, other, small)
 
 
 def test_a_line_that_names_its_ranks_takes_no_other():
     setting = line("gpus", n=4, batch=8)
-    with pytest.raises(ValueError, match="no row"):
+    with pytest.raises(ValueError, match="gpus: none of the 1 rows belong to it"):
         rows.entries("gpus", [row(setting, world=5)], False)
 
 
@@ -280,7 +280,7 @@ def test_runs_over_several_links_stand_in_one_line():
 
 def test_rows_of_a_study_with_the_name_of_a_layout_are_none_of_its_rows():
     made = dict(study="collectives", setting=dict(ranks=2), ops={}, outcome="ok")
-    with pytest.raises(ValueError, match="no row of it"):
+    with pytest.raises(ValueError, match="collectives: none of the 1 rows belong to it"):
         tables.section("collectives", [made], False)
 
 
@@ -353,17 +353,18 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
 @pytest.mark.parametrize("words, said", [
     ("colour", "unknown axis 'colour': expected all or one of "),
     ("depth", "no file runs/sweep-depth.jsonl: "),
-    ("", "no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
+    ("", "no row of any axis in runs/sweep-*.jsonl; for small sizes add --small"),
     ("--results none.jsonl", "no file none.jsonl: "),
-    ("seqlen --results results/cpu_modes.jsonl", "seqlen: no row of it (at small sizes: --small)"),
+    ("seqlen --results results/cpu_modes.jsonl",
+     "seqlen: none of the 5 rows belong to it; for small sizes add --small"),
     ("links --results results/cpu_modes.jsonl", "links: none of the 5 rows belong to it"),
-    ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows are of"),
+    ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows differ in shape, --steps"),
     ("depth --check", "--check and --write take no other flags"),
     ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
     ("results/collectives.jsonl", "results/collectives.jsonl: no run of a training program is in it, its rows are of "
      "the study collectives; name their table, if there is one: "),
     ("results/cpu_modes.jsonl --last 0", "--last 0: must be at least 1"),
-    ("results/cpu_modes.jsonl --run mine", "--run mine: no row of it in results/cpu_modes.jsonl"),
+    ("results/cpu_modes.jsonl --run mine", "--run mine: no rows of this run in results/cpu_modes.jsonl"),
     ("compile --results results/cpu_modes.jsonl --html /proc/page.html", "--html /proc/page.html: "),
     pytest.param("compile --results results/cpu_modes.jsonl --plots /proc/plots", "/proc/plots: ",
                  marks=needs_matplotlib),

@@ -232,10 +232,7 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
             raise ValueError(f"{flags.written(config, 'template_args')}: must be a JSON object")
         if config.adapter is not None:
             config = _with_adapter(config)
-        if (
-            config.eval_data is not None
-            and weighted([config.eval_data], "--eval-data")[0][1] is not None
-        ):
+        if config.eval_data is not None and weighted([config.eval_data], "--eval-data")[0][1] is not None:
             raise ValueError(
                 f"--eval-data {config.eval_data}: takes no weight; name a file, folder or pattern"
             )
