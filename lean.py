@@ -160,11 +160,23 @@ register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
 # logits of every chunk exist.
 @torch.library.custom_op(f"{_LIBRARY}::chunked_loss", mutates_args=())
 def chunked_loss(
-    x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool, frozen: bool = False
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    chunk: int,
+    grad: bool,
+    frozen: bool = False,
+    learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its
     gradients for x and, unless that is `frozen`, for w, in their dtypes, that of w
-    accumulated in fp32; empty tensors in the place of others."""
+    accumulated in fp32; empty tensors in the place of others. learned: see
+    chunked_cross_entropy."""
+    if learned is not None:
+        # In their order; no read of the device, whose host would wait for it.
+        rows = (y == IGNORE).argsort(stable=True)[: int(learned.sum())]
+        loss, gx, gw = chunked_loss(x[rows], w, y[rows], chunk, grad, frozen)
+        return loss, torch.zeros_like(x).index_copy_(0, rows, gx) if grad else gx, gw
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     gx = torch.empty_like(x if grad else x[:0])
     gw = torch.zeros_like(w if grad and not frozen else w[:0], dtype=torch.float32)
@@ -191,7 +203,7 @@ def chunked_loss(
 
 
 @chunked_loss.register_fake
-def _(x, w, y, chunk, grad, frozen=False):
+def _(x, w, y, chunk, grad, frozen=False, learned=None):
     gradients = (
         torch.empty_like(x if grad else x[:0]),
         torch.empty_like(w if grad and not frozen else w[:0]),
@@ -211,23 +223,27 @@ def _scaled_gradients(ctx, go: Tensor, *_):
         )
     gx, gw = ctx.saved_tensors
     of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None
-    return (gx * go).to(gx.dtype), of_w, None, None, None, None
+    return (gx * go).to(gx.dtype), of_w, None, None, None, None, None
 
 
 chunked_loss.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
-    lambda x, w, y, chunk, grad, frozen=False, **kwargs: (
+    lambda x, w, y, chunk, grad, frozen=False, learned=None, **kwargs: (
         (1 + grad + (grad and not frozen)) * 2 * x[0] * math.prod(w)
     )
 )
 
 
-def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def chunked_cross_entropy(
+    x: Tensor, w: Tensor, targets: Tensor, chunk: int, learned: Tensor | None = None
+) -> Tensor:
     """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> the summed
     `cross_entropy` of x @ w.T, `chunk` tokens at a time: no [B, T, V] tensor exists,
     and the gradients are made in forward, so that w is read (under FSDP: gathered) once
-    per step and its gradient reduced once. RuntimeError for a gradient of the
-    gradient."""
+    per step and its gradient reduced once. learned: on the CPU, integers whose sum is the
+    number of targets that are not IGNORE; then the others cost nothing. RuntimeError for
+    a gradient of the gradient."""
     grad = torch.is_grad_enabled()
     frozen = not w.requires_grad
-    return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, grad, frozen)[0]
+    x, targets = x.flatten(0, 1), targets.flatten()
+    return chunked_loss(x, w, targets, chunk, grad, frozen, learned)[0]

@@ -62,6 +62,14 @@ def test_packed_rows_hold_the_same_contexts_and_labels_as_rows_of_one_example(ba
             assert targets[0, start - 1] != tokens[0, start]
 
 
+@pytest.mark.parametrize("pad", PADS)
+def test_a_batch_says_how_many_tokens_of_each_row_are_learned(pad, batches):
+    stream = batches([*chats(12), dict(text="Some text.")], pad=pad, learned=True, global_batch=2, hold_out=True)
+    for tokens, targets, inputs in (*steps_of(stream, 4), *stream.held_out(1)):
+        assert inputs["learned"].tolist() == (targets != IGNORE).sum(1, keepdim=True).tolist() != [[0], [0]]
+        assert len(tokens) == 2
+
+
 def test_packing_fills_rows_and_loses_nothing():
     lengths = np.random.default_rng(0).integers(1, 65, 2000)
     rows = pack(lengths, 64)

@@ -167,17 +167,17 @@ def test_tied_weights_stay_tied_and_train(alone):
 
 
 @pytest.mark.parametrize("kind", ["capped", "scaled", "not prepared"])
-def test_a_head_that_is_more_than_a_product_refuses_the_chunked_loss(kind):
+def test_a_head_that_is_more_than_a_product_has_the_loss_of_all_logits_in_chunks_too(kind):
     model = llama("cpu")
-    tokens = torch.zeros(1, 4, dtype=torch.long)
+    tokens = torch.arange(4)[None]
     if kind == "scaled":  # as Granite and Cohere do
         model.model.lm_head.register_forward_hook(lambda module, args, logits: logits / 8)
     if kind == "capped":
         model.model.config.final_logit_softcapping = 30.0
     if kind != "not prepared":
         model.prepare(4, CPU)
-    with pytest.raises(ValueError, match="--loss chunked: the logits of this model"):
-        model(tokens, tokens, 2)
+    loss = model(tokens, tokens, 2, learned=torch.tensor([[4]]))
+    assert torch.equal(loss, model_file.cross_entropy(model(tokens), tokens))
 
 
 def test_a_configuration_with_other_names_and_versions_is_the_same_identity():

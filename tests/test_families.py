@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import spawn
 from outcomes import fine, refused
-from running import one_line
+from running import one_line, rows_of
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
@@ -190,9 +190,11 @@ def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
         tune("--steps", 1, "--export", "out", model=folder))
 
 
-def test_a_head_of_another_width_than_the_hidden_states_has_no_chunked_loss(tune, tmp_path):
-    folder = saved("rembert", tmp_path / "model")
-    fine(tune("--steps", 1, model=folder))
+@pytest.mark.parametrize("family", ["rembert", "gemma2"])  # a head of another width than hidden states; a cap
+def test_where_logits_are_more_than_the_product_of_the_head_the_loss_is_full(family, tune, tmp_path):
+    folder = saved(family, tmp_path / "model")
+    done = fine(tune("--steps", 2, "--eval-every", 1, "--results", tmp_path / "r.jsonl", model=folder))
+    assert "--loss full: the logits of" in done.out and rows_of(tmp_path / "r.jsonl")[-1]["loss_kind"] == "full"
     refused(1, "use --loss full", tune("--steps", 1, "--loss", "chunked", model=folder))
 
 

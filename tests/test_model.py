@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_model import SMALL, B, Ops, T, assert_close, batch, build, counted_products, train
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
@@ -272,8 +273,37 @@ def test_a_chunk_gives_the_same_value_without_gradients(chunk):
     assert made == 2 * B * T * SMALL["width"] * SMALL["vocab"], "gradients were made"
 
 
-def chunked_loss(x, w, y, chunk=50):
-    return chunked_cross_entropy(x[None], w, y[None], chunk)
+def chunked_loss(x, w, y, chunk=50, learned=None):
+    return chunked_cross_entropy(x[None], w, y[None], chunk, learned)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 6])  # none, all, every sixth
+def test_tokens_that_are_not_learned_cost_no_logits_where_their_number_is_known(ignored):
+    x, w, y = rows(torch.float32, n=130)
+    y = torch.where(y == IGNORE, 3, y)
+    if ignored:
+        y[::ignored] = IGNORE
+    loss = chunked_loss(x, w, y)
+    expected = torch.autograd.grad(loss, (x, w))
+    broken = x.detach().clone()
+    broken[y == IGNORE] = math.nan  # no product may have seen these
+    counts = torch.tensor([[0], [int((y != IGNORE).sum())]])
+    step = torch.compile(chunked_loss, backend="aot_eager", fullgraph=True)
+    for call in (chunked_loss, step):
+        made = call(broken.requires_grad_(), w, y, learned=counts)
+        grads = torch.autograd.grad(made, (broken, w))
+        torch.testing.assert_close((made, *grads), (loss, *expected), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_loss(broken, w, y, learned=counts), loss, rtol=1e-6, atol=0)
+
+
+def test_other_numbers_of_learned_tokens_compile_nothing_again():
+    x, w, y = rows(torch.float32, n=130)
+    step = torch.compile(chunked_loss, backend=(counter := CompileCounter()), fullgraph=True)
+    for ignored in (2, 3, 5):
+        y = torch.where(torch.arange(130) % ignored == 0, IGNORE, 3)
+        step(x, w, y, learned=(y != IGNORE).sum().reshape(1, 1))
+    assert counter.frame_count == 1
 
 
 def test_of_a_frozen_head_the_chunked_loss_makes_no_gradient():

@@ -336,7 +336,7 @@ BESIDE = {  # a flag that means something beside some values of another flag alo
     "remat_core": ("remat", ("attn", "both", "block")),
     "remat_norm": ("remat", ("mlp", "attn", "both")),
     "mlp_chunk": ("mlp", ("lean",)),
-    "loss_chunk": ("loss", ("chunked",)),
+    "loss_chunk": ("loss", ("chunked", "auto")),
     "muon_lr": ("optimizer", ("muon",)),
     "muon_adjust_lr": ("optimizer", ("muon",)),
     "muon_dtype": ("optimizer", ("muon",)),
@@ -393,7 +393,8 @@ def check_ranges(config: Config) -> None:
     for name, (other, fits) in BESIDE.items():
         options = next(group for group in (config.training, config.system, config.output) if hasattr(group, name))
         if getattr(config, name) != getattr(type(options), name) and not _beside(getattr(config, other), fits):
-            raise ValueError(f"{written(config, name)[:80]}: needs {as_given(other, ' or '.join(fits))}")
+            named = " or ".join(each for each in fits if each != "auto")  # which comes to one of the others
+            raise ValueError(f"{written(config, name)[:80]}: needs {as_given(other, named)}")
     link(config.link)
     for option in config.compile_options:
         if "=" not in option and option != "plain":

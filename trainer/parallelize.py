@@ -245,7 +245,7 @@ def training_step(
         grad_accum=config.grad_accum,
         accum_sync=config.accum_sync,
         clip=config.clip,
-        chunk=config.loss_chunk if config.loss == "chunked" else 0,
+        chunk=config.loss_chunk if config.loss != "full" else 0,
         param_dtype=DTYPES[config.param_dtype],
         reduce_dtype=DTYPES[config.reduce_dtype],
         norm_limit=config.norm_limit,

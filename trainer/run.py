@@ -299,11 +299,15 @@ class Run:
             self.step_cpu_s = time.thread_time() - began if k > self.first else 0.0
 
     def next_batch(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
+        """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device but for counts
+        (`learned`), which the host reads."""
         tokens, targets, *extra = next(self.batches)
         inputs = {name: t for named in extra for name, t in named.items()}
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
-        inputs = {name: t.to(self.device, non_blocking=True) for name, t in inputs.items()}
+        inputs = {
+            name: t if name == "learned" else t.to(self.device, non_blocking=True)
+            for name, t in inputs.items()
+        }
         self.watchdog.beat(self.state.step + 1, "step")
         return tokens, targets, inputs
 

@@ -87,11 +87,14 @@ def row(run: RunToSummarize, outcome: str) -> dict:
     compiled = (
         config.compile != "none" and run.measured.first_step_s is not None and seconds is not None
     )
+    loss_kind = config.loss
+    if loss_kind == "auto":  # of finetune.py, which sees the head with the weights
+        loss_kind = "chunked" if run.step is None or run.step.chunk else "full"
     shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
     row = (
         run.environment
         | timing.clocks(run.device)
-        | dict(world=flags.world_label(config, run.world), loss_kind=config.loss)
+        | dict(world=flags.world_label(config, run.world), loss_kind=loss_kind)
     )
     row |= {name: getattr(config, name) for name in shown.split()} | dict(
         attention=run.attention, flags=flags.setting(config)

@@ -12,10 +12,9 @@ but in another order, and TRL lays the rows of a batch end to end. Before the fi
 the same batch, or nothing is measured. Then each runs three steps in a process of its own, with empty caches:
 `process_cpu_s` (its CPU seconds from the command to its end) and `peak_mib` (resident, of which most is imports).
 
-What differs: finetune.py gives attention no mask where rows are padded at their end alone, computes all logits at once,
-reads loss and gradient norm, and refuses updates that are not finite. TRL gives a mask, computes logits of labels
-alone, in chunks, and reads an entropy, an accuracy and a count of tokens. Its recomputation and bf16, both on by
-default, are off. It compiles by `torch_compile` of its arguments.
+What differs: finetune.py gives attention no mask where rows are padded at their end alone, reads loss and gradient
+norm, and refuses updates that are not finite. TRL gives a mask, and reads an entropy, an accuracy and a count of
+tokens. Its recomputation and bf16, both on by default, are off. It compiles by `torch_compile` of its arguments.
 """
 
 import argparse

@@ -252,6 +252,7 @@ class ChatBatches(ReadAhead):
         cache: str | None = None,
         positions: bool = False,
         until: bool = False,
+        learned: bool = False,
         long_text: str = "cut",
         **rules: Any,
     ):
@@ -315,6 +316,8 @@ class ChatBatches(ReadAhead):
             if self.shares is None
             else np.concatenate([self._train[i] for i in self._order(0)])
         )
+        # Whether each batch says how many of its targets are not IGNORE.
+        self.learned = learned
         # Whether any row has `until`; then all have.
         self.until = bool(self.data.shared.any() or self.other.shared.any())
         # Of an epoch.
@@ -497,6 +500,9 @@ class ChatBatches(ReadAhead):
             positions[i, at:] = 0  # each token of padding is a document of its own
         inputs = dict(position_ids=torch.from_numpy(positions)) if self.positions else {}
         inputs |= dict(until=torch.from_numpy(until)) if self.until else {}
+        if self.learned:
+            counts = (targets != IGNORE).sum(1, keepdims=True)
+            inputs["learned"] = torch.from_numpy(counts)
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
 
 

@@ -120,6 +120,11 @@ class Tuning(flags.Optimization):
 class System(flags.System):
     """Must not change the loss by more than rounding."""
 
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """full: all logits at once. chunked: head and cross-entropy on one chunk of tokens at a time, and only on tokens
+    that are trained on. auto: chunked, but full where the logits are more than the head's matrix product."""
+    loss_chunk: int = 2048
+    """Tokens per chunk of --loss auto and chunked."""
     remat: Literal["none", "block"] = "none"
     """Activation checkpointing. block: backward recomputes the model's blocks except attention's output, which is
     saved."""

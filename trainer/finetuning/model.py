@@ -128,11 +128,13 @@ class HuggingFaceModel(nn.Module):
         targets: Tensor | None = None,
         chunk: int = 0,
         until: Tensor | None = None,
+        learned: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. until [B, T]: the column before
-        which a token is seen by those from its own on, in place of what positions tell apart. ValueError: no chunked
-        loss."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss, `chunk` tokens at a time if not 0
+        and the head is a plain product. until [B, T]: the column before which a token is seen by those from its own on,
+        in place of what positions tell apart. learned [B, 1], on the CPU: how many targets of a row are not IGNORE; in
+        chunks, the others cost no logits."""
         if until is not None:
             inputs["attention_mask"] = _seen_until(until)
         # Unless it is told the mask, transformers looks for documents in the values of positions.
@@ -142,16 +144,12 @@ class HuggingFaceModel(nn.Module):
                 dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta"))
                 | inputs
             )
-        if targets is None or not chunk:
+        if targets is None or not (chunk and self.plain_head):
             logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
             return logits if targets is None else cross_entropy(logits, targets)
-        if not self.plain_head:
-            raise ValueError(
-                "--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
-                "has not been called; use --loss full"
-            )
         x = self._hidden(tokens, **inputs)  # [B, T, D]
-        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
+        head = self.model.get_output_embeddings().weight
+        return chunked_cross_entropy(x, head, targets, chunk, learned)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
         decoder = self.model.base_model

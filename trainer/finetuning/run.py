@@ -56,6 +56,8 @@ def open_data(
         eval_source=config.eval_data,
         positions=positions,
         until=until,
+        # A graph that is replayed has no number that changes.
+        learned=config.loss != "full" and not config.cuda_graph,
         bad_lines=config.bad_lines,
         template_args=config.arguments,
         format=config.format,
@@ -178,6 +180,12 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
     """Checks the model with the weights that it now has. Says what the reader should know of it and of the data."""
     if not config.random:  # else it has been done
         model.look(device)
+    if not model.plain_head and config.loss != "full":
+        why = f"the logits of {type(model.model).__name__} are not its head's product alone"
+        if config.loss == "chunked":
+            raise ValueError(f"--loss chunked: {why}; use --loss full")
+        run.step.chunk = 0
+        say(f"--loss full: {why}")
     if config.pad == "pack":
         model.check_packed(device, run.batches.until)
     if model.noise:

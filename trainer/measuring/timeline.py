@@ -380,7 +380,7 @@ def sizes_of(config: Config) -> Sizes:
     """Of resolved flags."""
     tokens = config.batch * config.seqlen
     rows = {tokens}
-    if config.loss == "chunked":
+    if config.loss != "full":
         rows = {min(config.loss_chunk, tokens), tokens % config.loss_chunk} - {0}
     return Sizes(
         tuple(n * config.vocab for n in rows),
