@@ -173,18 +173,20 @@ def test_epochs_run_on_each_in_its_own_order(batches):
 
 
 @pytest.mark.parametrize("pad", PADS)
-@pytest.mark.parametrize("block", [1 << 14, 7])
-def test_of_a_long_text_in_chunks_each_token_is_learned_once(batches, pad, block, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("block", "form"), [(1 << 14, "auto"), (7, "auto"), (7, "text")])
+def test_of_a_long_text_in_chunks_each_token_is_learned_once(batches, pad, block, form, monkeypatch, tmp_path):
     monkeypatch.setattr("trainer.finetuning.examples.BLOCK", block)
+    others = chats(3) if form == "auto" else []
     texts = [" ".join(f"word{i * j}" for j in range(n)) for i, n in enumerate([1, 9, 200, 31])]
-    lines, how = [*(dict(text=text) for text in texts), *chats(3)], dict(seqlen=32, pad=pad, cache=str(tmp_path / "c"))
+    lines = [*(dict(text=text) for text in texts), *others]
+    how = dict(seqlen=32, pad=pad, cache=str(tmp_path / "c"), format=form)
     stream, cut = batches(lines, long_text="chunks", **how), batches(None, **how)
     sizes = stream.data.data.sizes
     assert stream.labels - sum(sizes[:4] - 1) == cut.labels - sum(np.minimum(sizes[:4], 33) - 1)
     targets = torch.cat([targets.flatten() for _, targets, *_ in steps_of(stream, stream.epoch_samples)])
     learned = sorted(targets[targets >= 0].tolist())
     expected = [t for i in range(4) for t in stream.data.data[i][0][1:].tolist()]
-    for i in range(4, 7):
+    for i in range(4, 4 + len(others)):
         ids, on = (part[:33] for part in stream.data.data[i])
         expected += ids[1:][on[1:]].tolist()
     assert learned == sorted(expected) and "3 in chunks of 32 tokens" in stream.description

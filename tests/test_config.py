@@ -282,6 +282,8 @@ def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_
     changed = resolved(f"--seed 6 --config={path} --reshard", world=4)
     assert changed.seed == 6 and changed.reshard and changed.grad_accum == 1
     assert changed.depth == 3 and changed.compile_options == ("a=1", "b=2") and changed.warmup == 0
+    other = resolved(f"--config {path} --warmup-ratio 0.5", world=2)
+    assert (other.warmup_ratio, other.warmup_steps) == (0.5, 4)
 
 
 @pytest.mark.parametrize("text, message", [

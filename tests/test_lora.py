@@ -273,6 +273,7 @@ def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
     first = fine(tune(*usual, "--steps", 3, "--export", "out"))
     same = fine(tune("--adapter", "out", "--steps", 0, "--eval-every", 9))
     assert "out/adapter_model.safetensors: 33 tensors of float32, with which training begins" in same.out
+    assert "trained with" not in same.out
     assert same.row["eval_loss"] == first.row["eval_loss"]
     assert same.row["flags"]["lora"] == 4 and same.row["flags"]["lora_alpha"] == 8
     # Resumed, the run has its own adapters.
@@ -283,7 +284,7 @@ def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
     assert losses(fine(tune(*more, "b"))) == losses(whole)[2:]
     words = "--lora 8: not with --adapter out, which has --lora 4; leave it out"
     refused(2, words, tune("--adapter", "out", "--lora", 8))
-    refused(2, "--adapter out: not with --random: they fit", tune("--adapter", "out", "--random"))
+    refused(2, "--adapter out: not with --random: the adapters belong to", tune("--adapter", "out", "--random"))
 
 
 def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
@@ -292,7 +293,10 @@ def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
                           init_lora_weights=False, task_type="CAUSAL_LM", modules_to_save=["norm"])  # fmt: skip
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), settings).eval()
     theirs.save_pretrained("theirs")
-    fine(tune("--adapter", "theirs", "--steps", 1, "--lr", "1e-30", "--export", "out"))
+    edit_json(Path("theirs/adapter_config.json"), base_model_name_or_path="someone/other-1b")
+    done = fine(tune("--adapter", "theirs", "--steps", 1, "--lr", "1e-30", "--export", "out"))
+    assert "--adapter theirs: trained with lora_dropout 0.1; training goes on without dropout and " in done.out
+    assert "the base model other-1b; these go on that of --model" in done.out
     base = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(input_ids=TOKENS).logits

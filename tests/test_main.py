@@ -322,7 +322,7 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
                 r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank",
                 r"weight decay 0\.1 for 8 parameters, none for the 8 with one dimension",
                 r"[\d.]+ MFLOP per token \(causal; PaLM [\d.]+\)", r"\S+ TFLOP per step and rank", r"ln V = 5\.5452",
-                r"note: --warmup 10 is not below --steps 6: the learning rate ends at 0\.0018",
+                r"note: --warmup 10 leaves none of --steps 6 after warm-up: the learning rate ends at 0\.0018",
                 *(rf"step {k}/6  loss \d\.\d{{4}}  lr \S+  \|g\| \S+  .* ms  .* tok/s" for k in range(1, 7)),
                 r"outcome  ok, loss \d\.\d{4}", r"memory   .* MiB resident, .*",
                 r"step     .* ms median \[.*\] n 3", r"speed    .* tok/s, .* tok/s/rank",

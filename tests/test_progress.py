@@ -215,11 +215,13 @@ def test_flags_that_do_less_than_they_say_are_noted():
 
     assert told("") == told("--warmup 10 --steps 11") == []
     assert told("--warmup 50 --steps 10 --lr 1") == [
-        "note: --warmup 50 is not below --steps 10: the learning rate ends at 0.2"
+        "note: --warmup 50 leaves none of --steps 10 after warm-up: the learning rate ends at 0.2"
     ]
     assert "--compile none starts at once" in told("--world 8")[-1]
     assert not [line for line in told("--world 8 --compile none") if "at once" in line]
     assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
+    (line,) = told("--warmup-ratio 1 --steps 10 --lr 1")
+    assert line.startswith("note: --warmup-ratio 1.0 leaves none of --steps 10 after")
 
 
 def screen(words, act=lambda pid, shown: None, **env):

@@ -527,7 +527,7 @@ def setting(config: Config) -> dict:
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
     values = {name: value for name, value in config.flat().items() if name not in skip}
-    for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export", "adapter"):
+    for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export", "adapter", "template"):
         if isinstance(value := values.get(name), str):
             values[name] = without_user(value)
         elif value is not None:
@@ -552,6 +552,9 @@ def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
         stored = json.loads(text.splitlines()[-1] if path.endswith(".jsonl") else text)
         stored = stored.get("flags", stored)
         settings = {name: stored[name] for name in stored if name not in ("continues", "after_step", "grad_accum")}
+        for name, other in (("warmup", "warmup-ratio"), ("warmup_ratio", "warmup")):
+            if any(word.partition("=")[0] == f"--{other}" for word in argv):
+                settings.pop(name, None)  # the two exclude each other, and the command line counts
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name the settings or the results of a run") from None
     except (ValueError, AttributeError, TypeError, IndexError, RecursionError):

@@ -170,8 +170,9 @@ def notes(config: flags.Config) -> list[str]:
     texts = []
     if config.warmup_steps >= config.steps > 0:
         top = config.lr * config.steps / config.warmup_steps
+        flag = flags.written(config, "warmup_ratio" if config.warmup_ratio else "warmup")
         texts.append(
-            f"--warmup {config.warmup_steps} is not below --steps {config.steps}: the learning rate ends at {top:.3g}"
+            f"{flag} leaves none of --steps {config.steps} after warm-up: the learning rate ends at {top:.3g}"
         )
     if config.world:
         texts.append(

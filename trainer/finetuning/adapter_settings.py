@@ -63,3 +63,16 @@ def adapter_flags(folder: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"--adapter {folder}: {SETTINGS} has {error}") from None
+
+
+def adapter_note(folder: str, model: str) -> str:
+    """What adapters of a folder were trained with and are not here, though that is no error; empty if nothing."""
+    settings = json.loads(Path(folder, SETTINGS).read_bytes())
+    base = str(settings.get("base_model_name_or_path") or "")
+    notes = []
+    if dropout := settings.get("lora_dropout"):
+        notes.append(f"lora_dropout {dropout}; training goes on without dropout")
+    # A folder of the hub's cache has the model's name further up, and a link its own.
+    if Path(base).name not in f"{model} {Path(model).resolve()}":
+        notes.append(f"the base model {Path(base).name}; these go on that of --model")
+    return f"--adapter {folder}: trained with {' and '.join(notes)}" if notes else ""

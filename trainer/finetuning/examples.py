@@ -160,6 +160,8 @@ class Encoder:
         ]
         tools = " with tools" * any(map(forms.there, self.calls(line)))
         form = recognised.removeprefix("read as ").partition(":")[0]
+        if used == ["text"]:  # by which --long-text knows it, whatever --format says
+            form = "text"
         form = form or ("prompt and completion" if "prompt" in used else used[0])
         return [example._replace(form=form + tools) for example in made]
 

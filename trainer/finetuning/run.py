@@ -13,6 +13,7 @@ from trainer.checkpoint.load import on_rank_0, say
 from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
 from trainer.finetuning import stopping
+from trainer.finetuning.adapter_settings import adapter_note
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
 from trainer.finetuning.columns import parsed
@@ -107,6 +108,8 @@ def load_adapter(config: Config, model: HuggingFaceModel, run: Run) -> None:
     if config.adapter is not None and not run.resume_point:
         from trainer.finetuning import adapters
 
+        if note := adapter_note(config.adapter, config.model):
+            say(note)
         adapters.load(config, model, run.group)
 
 
