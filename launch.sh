@@ -4,34 +4,37 @@
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd (without a GPU
 #                                      blocks, which compiles sooner) --sample 60; ends with what to do next
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
-#   ./launch.sh test [lab|slow|all|ARGS]   the product's quick tests; lab: the lab's; slow: those that both leave out;
-#                                      all: all of them; ARGS: pytest's own
+#   ./launch.sh test [lab|slow|all|ARGS]   quick tests of the product; lab: quick tests of lab/; slow: the tests that those
+#                                      two leave out; all: every test that needs no GPU; ARGS: pytest's arguments
 #   ./launch.sh test versions [VERSION...]
-#                                      the tests that a version of torch may break, on others than the pinned one, each
-#                                      in .venv-VERSION (made once); newest: the newest that pip finds (tests/versions.py)
+#                                      tests that a version of torch may break, with versions other than the pinned one,
+#                                      each installed once in .venv-VERSION; newest: the newest that pip finds
+#                                      (tests/versions.py)
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
-#                                      one run per setting; a second call does what is missing (lab/sweeps/sweep.py)
+#                                      one run per setting; a second call runs what has no row yet (lab/sweeps/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
-#                                      the least recomputation that fits, planned, then measured (lab/fit.py)
+#                                      finds the least recomputation that fits: planned, then measured (lab/fit.py)
 #   ./launch.sh verify [--device cpu] [--world N] [PYTEST'S FLAGS]
-#                                      proves on all GPUs of this machine what was never run on several: one file to send
-#                                      (docs/measuring.md); --device cpu: on CPU ranks; --world 8: 8 simulated ranks
-#   ./launch.sh gpu [PYTEST'S FLAGS]   verify on one GPU, with 8 simulated ranks, and every other test that needs a GPU
-#   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
-#   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
-#   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
-#                                      (lab/benchmarks/nodes.py); several nodes: on each, as run
+#                                      runs on all GPUs of this machine the checks that were never run on several GPUs, and
+#                                      writes one file to send (docs/measuring.md); --device cpu: on CPU ranks;
+#                                      --world 8: on 8 simulated ranks
+#   ./launch.sh gpu [PYTEST'S FLAGS]   verify on one GPU with 8 simulated ranks, and every other test that needs a GPU
+#   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call runs what is missing
+#   ./launch.sh profile [FLAGS]        a run with --profile DIR; with NSYS=1 under nsys
+#   ./launch.sh nodes [FLAGS]          measures links and steps to choose --mode for this network, beside predicted times
+#                                      (lab/benchmarks/nodes.py); with several nodes start it on each, as run
 #   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]    prints a batch script for several nodes (lab/sweeps/slurm.py)
-#   ./launch.sh install                only install
+#   ./launch.sh install                installs and runs nothing
 #
 # Environment
-#   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
-#                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
-#                  come back. Use --save, --save-every and --effective-batch; a leaving takes one of MAX_RESTARTS (here 9)
-#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: by --save-every they
-#                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
-#   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
+#   NPROC          processes per node (default: one per GPU, 4 without a GPU; in a sweep at most 2, as in the reference tables)
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: run the same command on each, with NODE_RANK 0, 1, ..
+#                  NNODES=1:2: the run goes on with one or two nodes. Node 0 must stay; others may leave and come back. Add
+#                  --save, --save-every and --effective-batch. Each departure uses one of MAX_RESTARTS (default then 9)
+#   MAX_RESTARTS   how often each node restarts its ranks after a rank has ended (default 0). Set the same on all nodes.
+#                  With --save and --save-every they resume from the last checkpoint, once a dead node runs its command
+#                  again. If node 0 is lost, all nodes end
+#   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
 #   OUT            folder of results (verify, gpu: runs) or traces (profile: profile)
@@ -54,10 +57,10 @@ fi
 
 install() {
     py=${PYTHON:-python3}
-    command -v "$py" >/dev/null || die "no $py here: install Python 3.11 or newer, or name one in PYTHON"
+    command -v "$py" >/dev/null || die "$py was not found; install Python 3.11 or newer, or name an interpreter in PYTHON"
     [ -z "${NO_INSTALL:-}" ] || return 0
     "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "$py is $("$py" -V 2>&1): expected Python 3.11 or newer; name one in PYTHON"
+        die "$py is $("$py" -V 2>&1): expected Python 3.11 or newer; name an interpreter in PYTHON"
     "$py" -c 'import ensurepip, venv' 2>/dev/null || die "$py has no venv module: on Debian, apt-get install python3-venv"
 
     local kind=cpu hash
@@ -69,9 +72,9 @@ install() {
     # The CUDA build serves a machine without a GPU too (a login node), never the other way round.
     if grep -qxF -e "$hash $kind" -e "$hash cuda" .venv/.installed 2>/dev/null; then return 0; fi
 
-    echo "installing into .venv (torch for $kind): some minutes, once" >&2
+    echo "installing into .venv (torch for $kind); this takes some minutes, once" >&2
     [ ! -L .venv ] && { [ ! -e .venv ] || [ -e .venv/.installed ]; } ||
-        die ".venv was not made by launch.sh, which would empty it: move it away, or NO_INSTALL=1 PYTHON=.venv/bin/python"
+        die ".venv was not made by launch.sh, which would delete it; move it away, or use it with NO_INSTALL=1 PYTHON=.venv/bin/python"
     rm -rf .venv && mkdir .venv && echo begun > .venv/.installed  # first: it may be interrupted
     "${PYTHON:-python3}" -m venv .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
@@ -90,12 +93,12 @@ install_cpu_torch() {
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     local where="--standalone" word nproc=${NPROC:-$((gpus > 0 ? gpus : 4))} least most own
-    local expected="NNODES=${NNODES:-}: expected a number of nodes, or the least and the most, as 1:2"
-    case ${NPROC:-1} in 0*|*[!0-9]*|?????*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
+    local expected="NNODES=${NNODES:-}: expected a number of nodes, or a minimum and a maximum such as 1:2"
+    case ${NPROC:-1} in 0*|*[!0-9]*|?????*) die "NPROC=$NPROC: expected a number of processes, at least 1" 2 ;; esac
     for word in "${@:2}"; do case $word in -h|--help) exec "$py" "$1" --help ;; esac; done
     for word in MAX_RESTARTS NODE_RANK; do
-        [[ ${!word:-0} =~ ^[0-9]{1,6}$ ]] || die "$word=${!word}: expected a number from 0 on" 2; done
-    [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected 1 to 65535" 2
+        [[ ${!word:-0} =~ ^[0-9]{1,6}$ ]] || die "$word=${!word}: expected a whole number, 0 or more" 2; done
+    [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected a port from 1 to 65535" 2
     [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] || { mkdir -p "$TORCHINDUCTOR_CACHE_DIR" && [ -w "$TORCHINDUCTOR_CACHE_DIR" ]; } 2>&- ||
         die "TORCHINDUCTOR_CACHE_DIR=$TORCHINDUCTOR_CACHE_DIR: nothing can be written there; name another folder" 2
     [[ ${NNODES:-1} =~ ^([1-9][0-9]{0,4})(:([1-9][0-9]{0,4}))?$ ]] || die "$expected" 2
@@ -108,7 +111,8 @@ nproc, least, most = map(int, sys.argv[1:4])
 for nodes in range(least, most + 1): parse(sys.argv[4:], 0, nodes * nproc)' "$nproc" "$least" "$most" "${@:2}"
     else "$py" "$@" --check; fi || exit
     if [ "${NNODES:-1}" != 1 ]; then
-        : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
+        [ -n "${NODE_RANK:-}" ] || die "NNODES=$NNODES: needs NODE_RANK; set it to 0 on the first node, to 1, 2, .. on the others" 2
+        [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES: needs MASTER_ADDR; set it to the name or address of the first node" 2
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
         case $NNODES in *:*)
             # Torchrun numbers nodes in the order of --local-addr: the first one keeps rank 0, its results and its lock of
@@ -129,8 +133,8 @@ profile() {
     local dir=${OUT:-profile} nsys="nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
     nsys="$nsys --force-overwrite=true --output=$dir/nsys"
     mkdir -p "$dir"
-    [ "${NSYS:-}" != 1 ] || command -v nsys >/dev/null || die "NSYS=1, but nsys is not on PATH"
-    if [ "${NSYS:-}" = 1 ]; then wrap=$nsys; else echo "under Nsight Systems (NSYS=1 does this): $nsys COMMAND" >&2; fi
+    [ "${NSYS:-}" != 1 ] || command -v nsys >/dev/null || die "NSYS=1: nsys is not on PATH; install Nsight Systems, or leave NSYS out" 2
+    if [ "${NSYS:-}" = 1 ]; then wrap=$nsys; else echo "to record with Nsight Systems, set NSYS=1 or run: $nsys COMMAND" >&2; fi
     torchrun main.py --profile "$dir" "$@"
 }
 

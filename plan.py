@@ -37,7 +37,7 @@ def sweep(request: Plan, words: list[str]) -> list[str]:
     if not values or name not in names:
         known = ", ".join(SWEPT)
         raise ValueError(
-            f"--what-if {' '.join(request.what_if)}: expected a flag of main.py, or one of {known}, and its values"
+            f"--what-if {' '.join(request.what_if)}: expected a flag of main.py or one of {known}, and after it values"
         )
     lines = [report.HEADING]
     for text in values:
@@ -69,7 +69,7 @@ def fit(request: Plan, q: search.Question) -> list[str]:
 def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     """Runs lab.profiling.peak on the flags of main.py; returns its exit code."""
     if request.hf:
-        raise ValueError("--exact: works for main.py's model only; leave out --hf")
+        raise ValueError("--exact: compiles main.py's own model; leave out --hf")
     for name, usual in (
         ("lora", 0),
         ("remat_ops", False),
@@ -78,7 +78,7 @@ def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     ):
         if getattr(request, name) != usual:
             raise ValueError(
-                f"--exact: works for what main.py can run, which has no {flag(name)}; leave it out"
+                f"--exact: compiles main.py's step, which has no {flag(name)}; leave one of them out"
             )
     command = [
         sys.executable,

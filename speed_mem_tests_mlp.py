@@ -1,4 +1,4 @@
-"""The first ablation: an MLP at any size, each switch a flag. What does a switch cost in memory and time?
+"""An MLP of any size with one flag for each switch: how much memory and time does a switch cost?
 
     python speed_mem_tests_mlp.py --compile fwdbwd --param-dtype bf16    # one row; several ranks: torchrun or --world N
     python speed_mem_tests_mlp.py --table mlp_4096 [--small]             # all rows of a published table, beside it
@@ -54,29 +54,31 @@ class Config:
     vocab: int = 32768  # Size of the vocabulary.
     grow: int = 4  # Width inside a block, in units of --width.
     steps: int = 23  # Optimizer steps; the first 3 are warm-up.
-    small: bool = False  # Sizes for a CPU, where no flag gives one.
+    small: bool = False  # Use sizes that a CPU can run, except those given by flags.
     # auto: CUDA where this torch sees a GPU, else the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    autocast: bool = False  # Forward and loss under torch.autocast to bf16.
+    autocast: bool = False  # Run forward and loss under torch.autocast to bf16.
     data_parallel: bool = True  # Shard with simple_fsdp.data_parallel.
     reshard: bool = True  # Free gathered weights after forward and gather them again in backward.
-    # model: the loss is eager. fwdbwd: forward and loss as a full graph, their backward as another. step: forward,
-    # loss, backward and optimizer as one function, whose graph breaks at backward.
+    # What to compile. model: the model alone, the loss is eager. fwdbwd: forward and loss as one full graph, their
+    # backward as another. step: forward, loss, backward and optimizer as one function, with a graph break at backward.
     compile: Literal["none", "model", "step", "fwdbwd"] = "none"
-    # Of Inductor, each NAME=VALUE; the word overlap adds those of overlap.py.
+    # Options of Inductor as NAME=VALUE; the word overlap adds the options of overlap.py.
     compile_options: tuple[str, ...] = ()
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # Of gathered parameters and the computation.
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # Of the gradient reduction.
-    # meta: build on the meta device, shard, allocate, initialise.
+    param_dtype: Literal["fp32", "bf16"] = (
+        "fp32"  # Dtype of gathered parameters and of the computation.
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # Dtype of the gradient reduction.
+    # device: build and initialise on the device. meta: build on the meta device, shard, allocate, initialise.
     init: Literal["device", "meta"] = "device"
-    world: int = 0  # Simulate this many ranks in one process (0: none).
+    world: int = 0  # Simulate this many ranks in one process. 0: no simulation.
     link: str = "h100-nvlink"  # Link of the simulated ranks, as in main.py.
     results: str = "runs/mlp.jsonl"  # JSONL file, one row appended per run.
-    # Run the rows of a published table, each in a process of its own, and print both side by side. Rows that are
-    # finished in --results are not run again. Not together with the switches, which each row has of its own.
+    # Run all rows of a published table, each in its own process, and print our rows beside the published ones. Rows
+    # that --results already has are not run again. Switches cannot be given, because each row sets them.
     table: Literal["mlp_1024", "mlp_4096", "mlp_compile_options", "meta_init"] | None = None
-    fresh: bool = False  # With --table: run finished rows too.
-    nproc: int = 0  # With --table: ranks of the sharded rows (0: one per GPU).
+    fresh: bool = False  # With --table: also run rows that --results already has.
+    nproc: int = 0  # With --table: ranks of the sharded rows. 0: one per GPU.
     timeout: float = 1800.0  # With --table: seconds for one row.
 
 
@@ -99,7 +101,7 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
         (low, f"{' '.join(low)}: must be at least 1"),
         (
             config.steps <= WARMUP,
-            f"--steps {config.steps}: must be above {WARMUP}, which are warm-up",
+            f"--steps {config.steps}: must be above {WARMUP}, the number of warm-up steps",
         ),
         (
             min(config.world, config.nproc, config.timeout) < 0,
@@ -107,23 +109,23 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
         ),
         (
             config.table and set_too,
-            f"{' '.join(set_too)}: each row of --table has its own; leave it out",
+            f"{' '.join(set_too)}: not with --table, which sets it for each row; leave it out",
         ),
         (
             alone and world > 1,
-            f"{' '.join(alone)}: is for one process, here are {world}; start it without torchrun",
+            f"{' '.join(alone)}: needs one process, but torchrun started {world}; start it without torchrun",
         ),
         (
             config.world and not config.data_parallel,
-            f"--world {config.world}: simulates sharding; leave out {ALONE}",
+            f"--world {config.world}: simulates ranks of sharded training; leave out {ALONE}",
         ),
         (
             not config.data_parallel and "bf16" in (config.param_dtype, config.reduce_dtype),
-            f"--param-dtype, --reduce-dtype: belong to data_parallel; with {ALONE} use --autocast",
+            f"--param-dtype, --reduce-dtype: bf16 needs data parallelism; with {ALONE} use --autocast",
         ),
         (
             config.compile_options and config.compile == "none",
-            "--compile-options: add --compile model, step or fwdbwd",
+            "--compile-options: needs --compile model, step or fwdbwd",
         ),
     ):
         if wrong:

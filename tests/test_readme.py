@@ -146,4 +146,4 @@ def test_an_environment_that_launch_did_not_make_is_left_alone(tmp_path, kind):
     (tmp_path / ".venv").symlink_to("mine") if kind == "link" else (tmp_path / "mine").rename(tmp_path / ".venv")
     done = ran("bash", "launch.sh", "install", cwd=tmp_path, PYTHON=sys.executable)
     assert (done.code, (tmp_path / ".venv/work.txt").read_text()) == (1, "mine")
-    assert done.err.splitlines()[-1].startswith("launch.sh: .venv was not made by launch.sh, which would empty it")
+    assert done.err.splitlines()[-1].startswith("launch.sh: .venv was not made by launch.sh, which would delete it")

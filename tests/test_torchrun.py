@@ -112,7 +112,7 @@ def test_the_first_node_holds_what_nodes_that_come_and_go_meet_by_and_stays_the_
 
 
 @pytest.mark.parametrize(("nodes", "message"), [
-    ("2:1", "launch.sh: NNODES=2:1: expected a number of nodes, or the least and the most, as 1:2"),
+    ("2:1", "launch.sh: NNODES=2:1: expected a number of nodes, or a minimum and a maximum such as 1:2"),
     ("1:x", "launch.sh: NNODES=1:x: expected a number"), ("0:2", "launch.sh: NNODES=0:2: expected a number"),
     ("0", "launch.sh: NNODES=0: expected a number"), ("1:2:3", "launch.sh: NNODES=1:2:3: expected a number"),
     ("1:3", "error: --effective-batch 8: must be 6 ranks x --batch 2 x a whole number"),  # 3 nodes of 2 ranks

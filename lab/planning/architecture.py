@@ -78,7 +78,7 @@ def read(path: str) -> Architecture:
         # Values of odd types.
         said = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"--hf {path}: holds values that no model of its kind has ({said}); mend the file"
+            f"--hf {path}: holds a value that no such model has ({said}); correct the file"
         ) from error
 
 
@@ -110,7 +110,7 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     d = size(config, "head_dim", own.get("head_dim") or D // H)
     if H % K or not d:
         raise ValueError(
-            f"{H} heads do not share {K} key/value heads evenly, or are more than {D} elements"
+            f"num_attention_heads {H} must be a multiple of num_key_value_heads {K}, and at most hidden_size {D}"
         )
     norms = D * own.get("norms", 2)
     norms += {"head": 2 * d, "whole": (H + K) * d}.get(own.get("qk_norms"), 0)
@@ -122,7 +122,7 @@ def architecture(config: dict, name: str = "model") -> Architecture:
         E, active, F = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
         if active > E:
             raise ValueError(
-                f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts"
+                f"num_experts_per_tok {active}: must be at most the {E} experts of the model"
             )
         more = dict(experts=E, active=active)
     if "every" in own:
@@ -163,7 +163,7 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
             f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000"
         )
     if key == "num_hidden_layers" and value > MOST_BLOCKS:
-        raise ValueError(f"{key} {value}: more than {MOST_BLOCKS} blocks are not planned")
+        raise ValueError(f"{key} {value}: must be at most {MOST_BLOCKS}")
     return value
 
 

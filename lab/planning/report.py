@@ -190,7 +190,9 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
             f"{search.written(tokens)} tokens: {lasts}, {small(hours * q.ranks)} GPU-hours{bill}"
         )
     if fits == "DOES NOT FIT":
-        text.append("what to turn first: MiB saved, ms lost a step, peak MiB, fits")
+        text.append(
+            "flags that lower the peak, cheapest first: MiB saved, ms lost a step, peak MiB, fits"
+        )
         for name, saved, lost, new in search.relief(q)[:8]:
             yes = SHORT[verdict(q, new.peak.nbytes, limit)]
             text.append(
@@ -244,7 +246,7 @@ def draw(front: list[Answer], path: str, limit: float) -> None:
             where="post",
             marker="o",
             color="black",
-            label="nothing planned is better in both",
+            label="no plan needs less memory and less time",
         )
         ax.axvline(limit / 2**20, linestyle="--", color="0.5", label=f"what fits: {mib(limit)} MiB")
         ax.set(xlabel="peak MiB of a rank, predicted", ylabel="ms a step, predicted")
@@ -277,7 +279,7 @@ def honesty(q: Question, single: bool = True) -> list[str]:
 
 
 def peak_error(q: Question) -> str:
-    """How far to trust the peak: only compiled steps with AdamW were held against generated code."""
+    """How far to trust the peak: only compiled steps with AdamW were compared with generated code."""
     c = q.c
     others = [
         getattr(c, "lora", 0),
@@ -290,7 +292,7 @@ def peak_error(q: Question) -> str:
         q.a.note,
     ]
     if c.compile == "none" or any(others):
-        return "peak: predicted; that of such a step was never held against generated code (docs/planner.md)"
+        return "peak: predicted; for such a step it was never compared with generated code (docs/planner.md)"
     if c.compile == "blocks":
         worst, rows = BLOCKS_ERROR
         return (

@@ -1,4 +1,4 @@
-"""What plan.py is asked, and plans compared: what fits, what is fastest, what to turn first. Imports no torch.
+"""What plan.py is asked, and plans compared: what fits, what is fastest, what lowers memory first. Imports no torch.
 
     question(*parse(["--gpu", "h100", "--gpus", "8"]))      # a Question
     question = Question(c, architecture, gpu("h100"), ranks=8, per_node=8)
@@ -134,33 +134,34 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     if c.mode == "hybrid_shard" and ranks % c.replicas:
         return f"--replicas {c.replicas}: must divide the {ranks} GPUs"
     if c.ahead != 1 and c.compile in ("none", "blocks"):
-        return f"--ahead {written(c.ahead)}: is for --compile fwdbwd"
+        return f"--ahead {written(c.ahead)}: needs --compile fwdbwd"
     if c.mlp == "lean" and (a.gated or a.experts):
         return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
     if c.mlp == "lean" and c.remat == "pointwise":
-        return "--mlp lean: recomputes what --remat pointwise keeps; use one of the two"
+        return "--mlp lean: recomputes what --remat pointwise saves; leave one of them out"
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
-        return "--remat-ops: is for --remat block, without --remat-core"
+        return "--remat-ops: needs --remat block without --remat-core"
     lora = getattr(c, "lora", 0)
     if getattr(c, "optimizer", "adamw") == "adamw8bit":
         if c.adam_dtype != "fp32":
             return "--adam-dtype bf16: not with --optimizer adamw8bit; leave one of them out"
         if uneven := [size for size in (a.width, a.hidden, a.heads * a.head_dim) if size % 256]:
             return (
-                f"--optimizer adamw8bit: planned where rows are a multiple of 256, not {uneven[0]}"
+                f"--optimizer adamw8bit: can be planned only for rows of a multiple of 256 elements, not {uneven[0]}; "
+                "use --optimizer adamw"
             )
     if lora and (c.mlp == "lean" or getattr(c, "optimizer", "adamw") != "adamw"):
-        return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
+        return f"--lora {lora}: can be planned only with --mlp plain and --optimizer adamw"
     if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:
-        return f"--lora-targets {' '.join(c.lora_targets)}: adapters are planned beside all linear layers; leave it out"
+        return f"--lora-targets {' '.join(c.lora_targets)}: a plan has adapters on all linear layers; leave it out"
     if getattr(c, "lora_modules_to_save", ()):
-        return "--lora-modules-to-save: adapters are planned beside a frozen model; leave it out"
+        return "--lora-modules-to-save: cannot be planned, since only adapters are counted as trained; leave it out"
     if lora > min(a.width, a.hidden):
-        return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
+        return f"--lora {lora}: must be at most {min(a.width, a.hidden)}, the smallest side of a matrix"
     if c.mlp_chunk and c.mlp != "lean":
-        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean"
+        return f"--mlp-chunk {c.mlp_chunk}: needs --mlp lean"
     if c.remat_core and c.remat not in ("attn", "both", "block"):
-        return f"--remat-core: changes nothing of --remat {c.remat}"
+        return f"--remat-core: has no effect with --remat {c.remat}; use --remat attn, both or block, or leave it out"
     return None
 
 
@@ -447,25 +448,27 @@ def named(words: Sequence[str]) -> list[str]:
 def unread(words: Sequence[str]) -> list[str]:
     """A line on flags of main.py that no answer depends on."""
     ignored = [flag(name) for name in named(words) if name in UNREAD]
-    return [f"no part of a plan: {' '.join(ignored)}"] * bool(ignored)
+    return [f"ignored, because no part of a plan depends on it: {' '.join(ignored)}"] * bool(
+        ignored
+    )
 
 
 def two_questions(request: Plan, words: Sequence[str]) -> str | None:
     """Why flags of plan.py do not go together, or None."""
     kinds = [name for name in ("exact", "fit", "best", "what_if") if getattr(request, name)]
     if len(kinds) > 1:
-        return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
+        return f"{flag(kinds[0])} and {flag(kinds[1])}: cannot be combined; give one of them"
     single = not kinds
     for name, wanted, reason in (
         ("plot", request.best, "--best"),
         ("price", request.tokens, "--tokens"),
-        ("tokens", single, "a single plan"),
+        ("tokens", single, "a single plan, so leave out --fit, --best and --what-if"),
     ):
         if (value := getattr(request, name)) and not wanted:
-            return f"{flag(name)} {written(value)}: is for {reason}"
+            return f"{flag(name)} {written(value)}: needs {reason}"
     shape = {f.name for f in fields(flags.Shape)}
     if request.hf and (wrong := next((name for name in named(words) if name in shape), None)):
-        return f"{flag(wrong)}: the shape is that of --hf {request.hf}; leave out one of the two"
+        return f"{flag(wrong)}: the shape comes from --hf {request.hf}; leave one of them out"
     return None
 
 
@@ -475,7 +478,9 @@ def question(request: Plan, words: Sequence[str]) -> Question:
     c = flags.Config(c.training, c.system, c.output)
     ranks = request.gpus * request.nodes
     if c.world and ranks > 1:
-        raise ValueError(f"--world {c.world}: is {ranks} by --gpus and --nodes; leave it out")
+        raise ValueError(
+            f"--world {c.world}: --gpus x --nodes already gives {ranks} ranks; leave --world out"
+        )
     if c.world:
         request = replace(request, gpus=c.world)
         ranks = c.world
@@ -483,7 +488,7 @@ def question(request: Plan, words: Sequence[str]) -> Question:
     gpu = hardware.field(hardware.gpu(request.gpu, request.watts), c.compile == "none")
     if request.reserve_gib * 2**30 >= gpu.memory:
         raise ValueError(
-            f"--reserve-gib {request.reserve_gib:g}: {request.gpu} has {gpu.memory / 2**30:.1f} GiB in all"
+            f"--reserve-gib {request.reserve_gib:g}: must be below the {gpu.memory / 2**30:.1f} GiB of {request.gpu}"
         )
     compiled = c.compile if c.compile in ("none", "blocks") else "fwdbwd"
     wrapper = "fsdp2" if c.wrapper == "fsdp2" and compiled != "fwdbwd" else "simple"
@@ -501,15 +506,15 @@ def question(request: Plan, words: Sequence[str]) -> Question:
         value = getattr(c, wrong)
         value = "" if isinstance(value, bool) else f" {written(value)}"
         raise ValueError(
-            f"{flag(wrong)}{value}: is not planned; leave it out, or python -m lab.profiling.peak"
+            f"{flag(wrong)}{value}: cannot be planned; leave it out, or run python -m lab.profiling.peak"
         )
     if c.param_dtype == "fp32":
         raise ValueError(
-            "--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out"
+            "--param-dtype fp32: can be planned only in bf16, in which the GPUs were measured; leave it out"
         )
     c = flags.resolve(c, "cuda", ranks)
     if c.depth > MOST_BLOCKS:
-        raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
+        raise ValueError(f"--depth {c.depth}: must be at most {MOST_BLOCKS}")
     a = read(request.hf) if request.hf else reference(c)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     kept = dict(

@@ -102,7 +102,7 @@ def kernel_of(c, gpu: Gpu) -> str:
     kernel = automatic if c.attn == "auto" else c.attn
     if kernel not in gpu.attention:
         raise ValueError(
-            f"--attn {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}"
+            f"--attn {kernel}: was not measured on {gpu.name}; use {' or '.join(gpu.attention)}"
         )
     return kernel
 

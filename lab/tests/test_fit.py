@@ -78,7 +78,7 @@ def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_file
     adapters = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert pieces["parameters"] == 4 * adapters / 4 and pieces["Adam's moments"] == 8 * adapters / 4
     assert "\n4, 2, 0.00, 8\n" in call(f"{PLAN} --lora 16")[1]
-    said = "error: --lora-targets q_proj: adapters are planned beside all linear layers; leave it out\n"
+    said = "error: --lora-targets q_proj: a plan has adapters on all linear layers; leave it out\n"
     assert call(f"{PLAN} --lora 16 --lora-targets q_proj")[2] == said
 
 

@@ -182,12 +182,13 @@ def test_every_end_is_a_row(monkeypatch, capsys, phase, error, code, outcome):
 
 @pytest.mark.parametrize("argv, said", [
     ("--width 0", "--width 0: must be at least 1"),
-    ("--steps 3", "--steps 3: must be above 3, which are warm-up"),
+    ("--steps 3", "--steps 3: must be above 3, the number of warm-up steps"),
     ("--nproc -1", "--world, --nproc, --timeout: must not be negative"),
-    ("--table mlp_1024 --compile step --autocast", "--autocast --compile: each row of --table has its own; leave"),
-    ("--world 4 --no-data-parallel", "--world 4: simulates sharding; leave out --no-data-parallel"),
+    ("--table mlp_1024 --compile step --autocast",
+     "--autocast --compile: not with --table, which sets it for each row; leave"),
+    ("--world 4 --no-data-parallel", "--world 4: simulates ranks of sharded training; leave out --no-data-parallel"),
     ("--no-data-parallel --param-dtype bf16", "with --no-data-parallel use --autocast"),
-    ("--compile-options shape_padding=True", "--compile-options: add --compile model, step or fwdbwd"),
+    ("--compile-options shape_padding=True", "--compile-options: needs --compile model, step or fwdbwd"),
     ("--compile model --compile-options triton.cudagraphs=True", "--compile-options triton.cudagraphs: needs CUDA"),
     ("--compile model --compile-options no_such=1", "--compile-options: Unexpected optimization option no_such"),
     ("--world 4 --link wet-string", "--link wet-string: must be"),
@@ -206,7 +207,8 @@ def test_bad_input_is_one_line_and_exit_2(capsys, argv, said):
 def test_what_is_for_one_process_is_refused_on_two_ranks(capsys, flag):
     with pytest.raises(SystemExit) as stopped:
         mlp.parse([*TINY, *flag.split()], 0, 2)
-    assert stopped.value.code == 2 and f"{flag.split()[0]}: is for one process, here are 2" in capsys.readouterr().err
+    said = f"{flag.split()[0]}: needs one process, but torchrun started 2"
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- a table
