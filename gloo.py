@@ -19,8 +19,13 @@ import torch.distributed as dist
 
 
 def one_worker_thread() -> None:
-    """Gives one worker thread to each gloo group made from now on. Does nothing without
-    gloo or a second time."""
+    """Gives one worker thread to each gloo group that this process makes from now on,
+    by replacing the constructor of torch's ProcessGroupGloo. A second call does
+    nothing, nor does a call where torch has no gloo. Groups on GPUs (NCCL) stay as they
+    are.
+
+    Afterwards making a gloo group raises ValueError if GLOO_SOCKET_IFNAME names an
+    interface that this machine does not have."""
     if not dist.is_gloo_available():
         return
     gloo = dist.ProcessGroupGloo
@@ -49,8 +54,8 @@ def one_worker_thread() -> None:
 
 
 def _default_options(gloo: type, timeout: timedelta | None, others: dict):
-    """What torch itself uses where it is given no options. Only options can tell a
-    group its number of threads."""
+    """The options that torch itself uses where none are given: the interfaces of
+    GLOO_SOCKET_IFNAME, and the timeout. The number of threads can be set only there."""
     options = gloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(interfaces) > 1:

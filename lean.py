@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in which the product is no tensor of its own; on a CPU it is one
-    if total has another dtype."""
+    """total [m, n] += a [m, k] @ b [k, n], in place, without a tensor for the product.
+    On a CPU the product needs one if total has another dtype than a and b."""
     if a.dtype == b.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.is_cuda and a.dtype == b.dtype:
@@ -53,11 +53,13 @@ def lean_mlp(
     eps: float,
     chunk: int,
 ) -> Tensor:
-    """z + MLP(norm(z)) for z = x + y. Keeps its inputs alone, and at most two [C, F]
-    tensors are alive at a time.
+    """z + MLP(LayerNorm(z)) for z = x + y, [.., D], where MLP is down(gelu(up(z))) with
+    the tanh form of GELU. Backward saves only the inputs and recomputes the rest; at
+    most two [C, F] tensors exist at a time.
 
-    x, y [.., D], norm g, b [D], up w1 [F, D], b1 [F], down w2 [D, F], b2 [D]; chunk:
-    tokens at a time, 0 all."""
+    x, y [.., D]; weight and bias of the norm g, b [D], of up w1 [F, D], b1 [F], of down
+    w2 [D, F], b2 [D]; all of one dtype. eps: of the norm. chunk: tokens at a time; 0:
+    all of them."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for xc, yc, rows in _chunks(chunk, x, y, out):
         z = xc + yc
@@ -81,8 +83,9 @@ def lean_mlp_backward(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient `go` [.., D] of the output: that of x and of y, and those of g,
-    b, w1, b1, w2, b2, in the dtype of x; sums over several chunks are made in fp32."""
+    """From `go` [.., D], the gradient of the output: one gradient for both x and y, and
+    those of g, b, w1, b1, w2, b2, all in the dtype of x. Sums over several chunks are
+    accumulated in fp32."""
     gx = torch.empty_like(x, memory_format=torch.contiguous_format)
     several = 0 < chunk < x[..., 0].numel()
     dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
@@ -112,7 +115,7 @@ def lean_mlp_backward(
 
 
 def _chunks(chunk: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of tensors [.., D] the same rows, `chunk` at a time, as [C, D]."""
+    """The same rows of tensors [.., D] as [C, D], `chunk` at a time; 0: all at once."""
     rows = [t.flatten(0, -2) for t in tensors]  # [N, D]
     return zip(*(t.split(chunk or len(t)) for t in rows), strict=True)
 
@@ -168,10 +171,10 @@ def chunked_loss(
     frozen: bool = False,
     learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its
-    gradients for x and, unless that is `frozen`, for w, in their dtypes, that of w
-    accumulated in fp32; empty tensors in the place of others. learned: see
-    chunked_cross_entropy."""
+    """Hidden states x [N, D], head w [V, D], targets y [N] -> (the summed loss in fp32,
+    the gradient of x, that of w). The gradients have the dtypes of x and w; that of w
+    is accumulated in fp32. Without `grad` both are empty; with `frozen` that of w is.
+    learned: see chunked_cross_entropy."""
     if learned is not None:
         # In their order; no read of the device, whose host would wait for it.
         rows = (y == IGNORE).argsort(stable=True)[: int(learned.sum())]
@@ -238,11 +241,18 @@ def chunked_cross_entropy(
     x: Tensor, w: Tensor, targets: Tensor, chunk: int, learned: Tensor | None = None
 ) -> Tensor:
     """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> the summed
-    `cross_entropy` of x @ w.T, `chunk` tokens at a time: no [B, T, V] tensor exists,
-    and the gradients are made in forward, so that w is read (under FSDP: gathered) once
-    per step and its gradient reduced once. learned: on the CPU, integers whose sum is the
-    number of targets that are not IGNORE; then the others cost nothing. RuntimeError for
-    a gradient of the gradient."""
+    `cross_entropy` of x @ w.T, a scalar in fp32, `chunk` tokens at a time. No [B, T, V]
+    tensor exists. Forward also computes the gradients, so that w is read (under FSDP:
+    gathered) once per step and its gradient reduced once. Targets of IGNORE count
+    nothing.
+
+        targets = tokens[:, 1:]
+        loss = chunked_cross_entropy(x[:, :-1], head.weight, targets, 2048)
+        (loss / (targets != IGNORE).sum()).backward()
+
+    learned: a tensor of integers on the CPU whose sum is the number of targets that are
+    not IGNORE; then no logits are computed for the others. RuntimeError for a gradient
+    of the gradient."""
     grad = torch.is_grad_enabled()
     frozen = not w.requires_grad
     x, targets = x.flatten(0, 1), targets.flatten()

@@ -46,9 +46,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Layout(NamedTuple):
-    """What alike parameters have in common. shape: [.., m, n]. shards: into how many
-    their rows are cut. ranks: how many share the work, in the process group `group`.
-    me: which of them this one is."""
+    """Parameters with equal layouts are updated as one batch. shape: [m, n] or [E, m,
+    n]. shards: number of ranks that hold the rows of one copy. group: name of the
+    process group that shares the work. ranks: its size. me: this rank, from 0."""
 
     shape: torch.Size
     shards: int = 1
@@ -58,13 +58,14 @@ class Layout(NamedTuple):
 
 
 def local(t):
-    """What this rank holds of a DTensor; a plain tensor itself."""
+    """The local shard of a DTensor; a plain tensor as it is."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def layout_of(p, replicas=None) -> Layout:
-    """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no
-    matrix or that no rank can own."""
+    """The Layout of a parameter. replicas: see Muon. ValueError, in one line, if the
+    parameter is not a real [m, n] or [E, m, n], is sharded over columns, does not fit
+    into the memory of one rank, or has a mesh of ranks that do not ascend."""
     mesh = getattr(p, "device_mesh", replicas)
     *others, last = getattr(p, "placements", [Replicate()])
     rows = Shard(p.ndim - 2)
@@ -100,9 +101,15 @@ def layout_of(p, replicas=None) -> Layout:
 
 
 def plan(layouts):
-    """Sets of alike parameters, the costliest first: layout, how many of them each rank
-    owns, their positions in the list, first those of rank 0. Each goes to the rank that
-    has the fewest FLOPs so far."""
+    """Which rank owns which matrix. Yields (layout, counts, positions) for each
+    different layout, the costliest first: counts[r] is how many of them rank r owns;
+    positions are their indices in `layouts`, those of rank 0 first. A matrix goes to
+    the rank with the fewest FLOPs so far. All ranks compute the same plan.
+
+        a = Layout(torch.Size([64, 32]), shards=2, ranks=2)
+        b = Layout(torch.Size([8, 8]), shards=2, ranks=2)
+        [*plan([a, b, a])]  # [(a, [1, 1], [0, 2]), (b, [1, 0], [1])]
+    """
     alike = defaultdict(list)
     for position, layout in enumerate(layouts):
         alike[layout].append(position)
@@ -118,15 +125,19 @@ def plan(layouts):
 
 
 def _flops(layout):
-    """In proportion to those of a step of the iteration, 4 s s l + 2 s s s for sides s
-    <= l."""
+    """Half the FLOPs of one step of the iteration: all of them are 4 s s l + 2 s s s
+    for sides s <= l."""
     small, large = sorted(layout.shape[-2:])
     return layout.shape.numel() * small * (2 + small / large)
 
 
 def newton_schulz(x, coefficients, steps, eps):
-    """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values
-    of 0.7 to 1.2."""
+    """[K, m, n] -> [K, m, n], about U V' of each matrix U S V', in the dtype of x: its
+    singular values are 0.7 to 1.2. A step with coefficients (a, b, c) replaces X by
+    a X + b (X X') X + c (X X')^2 X; eps is the least norm that X is divided by.
+
+        newton_schulz(grads, COEFFICIENTS, steps=5, eps=1e-7)
+    """
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT, coefficients, steps, eps).mT
     a, b, c = coefficients
@@ -139,11 +150,16 @@ def newton_schulz(x, coefficients, steps, eps):
 
 
 def muon(sets, params, grads, momenta, /, **how):
-    """Updates local shards in place, for the `plan` of their parameters. Compiles.
-    momenta: alike, in any dtype.
+    """One step of Muon on local shards, for optimizers that keep their own state. sets:
+    the `plan` of the parameters. params, grads, momenta: lists in which number i of
+    each has one shape; params and momenta are updated in place, momenta in any dtype.
+    how: all hyperparameters of Muon, and perhaps `refused`, a boolean scalar tensor: if
+    it is True, nothing changes. Call it under torch.no_grad(); torch.compile takes it.
+    A collective: all ranks call it with the same plan.
 
-    how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True
-    all stays as it is, to the bit. To be called without gradients."""
+        sets = [*plan([layout_of(p) for p in params])]
+        muon(sets, shards, grads, momenta, **optimizer.param_groups[0])
+    """
     works = [_update(*one_set, params, grads, momenta, **how) for one_set in sets]
     # All sets in turn: while one communicates another one computes. Each has at most
     # two collectives.
@@ -157,7 +173,7 @@ def _update(
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps,
     adjust_lr_fn, ns_dtype, refused=None, **others,
 ):  # fmt: skip
-    """Updates one set of alike parameters. A generator, which yields None while a
+    """Updates the parameters of one layout. A generator, which yields None while a
     collective runs."""
     updates = []
     for i in members:
@@ -203,19 +219,22 @@ def _write(t, value, refused):
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon, names and semantics, for plain tensors and for DTensors whose
-    last placement may be a Shard.
+    """torch.optim.Muon, with its arguments and semantics, for plain tensors and for
+    DTensors whose last placement may be a Shard of rows or experts.
 
-    params: as of any optimizer; a group with use_muon=False has the hyperparameters of
-    AdamW, as `groups_of` makes it.
+    params: matrices [m, n] or [E, m, n], or groups of parameters as `groups_of` makes
+    them. A group with use_muon=False is updated by AdamW and has AdamW's
+    hyperparameters.
 
-    adjust_lr_fn: "original" or "match_rms_adamw", which suits AdamW's lr and weight
-    decay. ns_dtype: of the iteration.
+    adjust_lr_fn: "original" (None) scales lr by sqrt(max(1, m / n)); "match_rms_adamw"
+    scales it by 0.2 sqrt(max(m, n)), so that AdamW's lr and weight decay suit.
+    ns_dtype: dtype of the iteration.
 
     replicas: a 1-D mesh whose ranks all hold the same plain tensors and gradients, as
-    under DDP: they share the work.
+    under DDP; they share the work.
 
-    ValueError, one line, for what it cannot update."""
+    Raises ValueError, in one line, for an unknown adjust_lr_fn, and for a parameter
+    that it cannot update (`layout_of`)."""
 
     replicas = None  # also of a copy, in which each rank does all
 
@@ -262,8 +281,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure`, if
-        given, returns."""
+        """Updates every parameter that has a gradient, and returns what `closure`
+        returns, if it is given. A collective: all ranks call it, with gradients of the
+        same parameters."""
         loss = torch.enable_grad()(closure)() if closure else None
         for param_group in self.param_groups:
             params = [p for p in param_group["params"] if p.grad is not None]
