@@ -332,9 +332,10 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
 
 
 @pytest.mark.long
-def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path):
+@pytest.mark.parametrize("grad_accum", ["1", "2"])
+def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path, grad_accum):
     """By the CPU time of its steps: the others, which wait for it, take as long by the clock."""
-    done = two(tmp_path, "--steps", "64", "--log-every", "1", SLOW="1:0.03")
+    done = two(tmp_path, "--steps", "64", "--log-every", "1", "--grad-accum", grad_accum, SLOW="1:0.03")
     notes = [line for line in done.out.splitlines() if line.startswith("note: rank ")]
     assert done.codes == [0, 0] and len(notes) == 1, done.out
     assert re.fullmatch(r"note: rank 1 is slow: its steps take \d+\.\d\d times the CPU time .* \(20 steps\)", notes[0])

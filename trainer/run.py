@@ -249,7 +249,11 @@ class Run:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any, DataError if one cannot
         read on."""
         self.control.boundary(
-            self.state.step, failed=self.saver.failed(), problem=self.batches.error
+            self.state.step,
+            failed=self.saver.failed(),
+            problem=self.batches.error,
+            # The next step reads the times of ranks from the exchange before it, which is this one.
+            cpu_s=self.step_cpu_s,
         )
 
     @contextmanager

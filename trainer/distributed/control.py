@@ -191,8 +191,8 @@ class Control:
     ) -> bool:
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
-        one has on any rank. problem: raised on all ranks. cpu_s: of the step done since the last boundary. Raises
-        Stopped if any rank got a signal, and Desync for ranks at other steps or norms."""
+        one has on any rank. problem: raised on all ranks. cpu_s: of the newest step that is done. Raises Stopped if
+        any rank got a signal, and Desync for ranks at other steps or norms."""
         # The maximum of NaN and a number is not defined.
         norm = norm if math.isfinite(norm) else -1.0
         if self.group is None:

@@ -2,7 +2,7 @@
 
     stragglers = Stragglers()
     line = stragglers.add([0.31, 0.30, 0.45, 0.31])     # seconds of one step on each rank; a line for people, or None
-    stragglers.ratio                                    # 1.45: of the slowest rank to the median of the others
+    stragglers.ratio            # after WINDOW such steps 1.45: of the slowest rank to the median of the others
 
 The times are those of the main thread (time.thread_time), which does not run while it waits in a collective. They come
 with the exchange that the ranks make at each boundary anyway (trainer/distributed/control.py). A core that is slow,
@@ -10,7 +10,6 @@ throttled or crowded by memory traffic shows in them, as does a slow host of GPU
 not.
 """
 
-from collections import deque
 from statistics import median
 
 WINDOW = 20  # steps, of which each rank has its median: one slow step (a compilation, a save) names nobody
@@ -22,7 +21,7 @@ class Stragglers:
     """Of one run, on one rank; each rank comes to the same result."""
 
     def __init__(self):
-        self.steps: deque[list[float]] = deque(maxlen=WINDOW)
+        self.steps: list[list[float]] = []
         self.ratio: float | None = None
         self.named: set[int] = set()
 
