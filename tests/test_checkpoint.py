@@ -196,7 +196,7 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(checkpoint, "find_start", choose)
-    fails(train("--save", tmp_path / "run"), 4, f"{planted}: is there already")
+    fails(train("--save", tmp_path / "run"), 4, f"{planted}: already exists and is not overwritten")
     assert not [*planted.iterdir()]
 
 

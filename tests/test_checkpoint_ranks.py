@@ -182,7 +182,7 @@ def test_what_rank_1_alone_does_not_see_as_it_was_saved_is_loaded_by_neither(two
     for step, copy, other in two_ranks[1]["read_what_differs_on_rank_1"]:
         assert step == 1
         assert "a-node1/step-00000002/__1_0.distcp: 1000 bytes instead of" in copy
-        assert "step-00000002: is another step on rank 1 than on rank 0" in other
+        assert "step-00000002: differs between rank 0 and rank 1" in other
 
 
 def test_two_ranks_save_in_the_background_while_both_go_on_and_both_learn_what_one_cannot_do(two_ranks):

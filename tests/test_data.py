@@ -315,7 +315,7 @@ def test_known_sources_are_accepted_without_opening_a_file():
 
 @pytest.mark.parametrize("kind", ["stdlib", "text", "overfit"])
 def test_bytes_need_a_vocabulary_of_256(sources, kind):
-    with pytest.raises(ValueError, match=f"^--vocab 255: --data {re.escape(sources[kind])} is bytes .* 256"):
+    with pytest.raises(ValueError, match=f"^--vocab 255: --data {re.escape(sources[kind])} is read as bytes .* 256"):
         batches(sources[kind], vocab=255)
     batches(sources[kind], vocab=256)
 
@@ -337,8 +337,8 @@ FAULTS = {
     "text under a file": ("text:F/x", b"x", "F/x: expected readable data, found Not a directory; check"),
     "text empty": ("text:F", b"", "F, byte 0: expected text, found 0 bytes in 1 file; name a file"),
     "text folder empty": ("text:D", None, "D, byte 0: expected text, found 0 bytes in 0 files; name a file"),
-    "text short": ("text:F", b"x" * T, "text:F, token 16: expected at least 17 tokens (--seqlen and one for the last "
-                   "target), found the end; add data or lower --seqlen"),
+    "text short": ("text:F", b"x" * T, "text:F, token 16: expected at least 17 tokens (--seqlen + 1), found the end of "
+                   "the data; add data or lower --seqlen"),
     "bin missing": ("bin:F", None, "F: expected at least one token file, found none; check --data bin:GLOB"),
     "bin glob empty": ("bin:D/*.x", b"x", "D/*.x: expected at least one token file, found none; check"),
     "bin folder": ("bin:D", b"x", "D: expected at least one token file, found none; check"),
@@ -346,8 +346,8 @@ FAULTS = {
     "bin short": ("bin:F", b"..." * 10, "bin:F, token 15: expected at least 17 tokens"),
     "odd": ("bin:F", b"." * 1235, "F, byte 1'234: expected an even number of bytes (raw uint16), found 1'235; copy"),
     "one byte": ("bin:F", b".", "F, byte 0: expected an even number of bytes (raw uint16), found 1; copy"),
-    "magic": ("bin:F", {"magic": 20240326}, "F, byte 0: expected llm.c's magic for tokens (20240520 or 20240801), "
-              "found 20240326; name files of tokens"),
+    "magic": ("bin:F", {"magic": 20240326}, "F, byte 0: expected the magic number of llm.c's token files (20240520 "
+              "or 20240801), found 20240326; name token files"),
     "version": ("bin:F", {"version": 2}, "F, byte 4: expected version 1 of magic 20240520, found 2; copy"),
     "version of Llama": ("bin:F", LLAMA | {"version": 1}, "F, byte 4: expected version 7 of magic 20240801, found 1;"),
     "uint16 as Llama": ("bin:F", LLAMA, "F, byte 8: expected 1'424 bytes for 100 tokens, found 1'224 bytes; copy"),

@@ -140,7 +140,7 @@ def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_
 def test_a_step_that_its_run_removes_meanwhile_is_told(run, folder, tmp_path, monkeypatch):
     read = checkpoint.read
     monkeypatch.setattr(checkpoint, "read", lambda *args: (shutil.rmtree(folder, ignore_errors=True), read(*args))[1])
-    refused(4, "step-00000006: is gone, as by --keep", run(folder, tmp_path / "out.safetensors"))
+    refused(4, "step-00000006: was deleted meanwhile, as --keep", run(folder, tmp_path / "out.safetensors"))
 
 
 @pytest.mark.parametrize("where", ["absent", "", "step-00000009"])
@@ -148,8 +148,9 @@ def test_where_there_is_no_checkpoint_the_exit_code_is_4(where, run, tmp_path):
     refused(4, str(tmp_path / where), run(tmp_path / where, tmp_path / "out.pt"))
 
 
-OUTPUTS = {"out.bin": "must end in", "absent/out.pt": "absent is no directory", "file/out.pt": "file is no directory",
-           "folder.pt": "is a directory", "there.pt": "is there already"}  # fmt: skip
+OUTPUTS = {"out.bin": "must end in", "absent/out.pt": "absent is not a directory",
+           "file/out.pt": "file is not a directory",
+           "folder.pt": "is a directory", "there.pt": "already exists; add --overwrite"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -173,7 +174,7 @@ def test_overwrite_leaves_the_files_of_one_export(run, saved_run, tmp_path):
     assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
 
 
-FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|saving failed, as on a full disk"
+FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|saving failed, perhaps because the disk is full"
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
@@ -341,7 +342,8 @@ def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own
         sizes = {layout: held for (layout, _), (_, _, held) in states.items()}
         assert sizes[""] == sizes["--wrapper fsdp2"] < 0.51 * sizes["--mode replicate"]
         assert sizes[""] < sizes["--min-shard-mib 0.01"] < sizes["--mode replicate"]
-    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite in float32"] * 2
+    told = f"{folder}/1-nan.safetensors: emb.weight has values that are not finite in float32"
+    assert results["refuse_on_both"] == [told] * 2
 
 
 def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks):

@@ -233,7 +233,7 @@ def test_a_file_system_that_is_unmounted_in_mid_run_gets_no_save_below_it(errors
 
     monkeypatch.setattr(save, "_begin", unmounted)
     done = train("--save", small / "run", "--save-every", 2, "--save-errors", errors)
-    told = f"{small}/run: is another directory than at the start, without the lock of this run; is its file system"
+    told = f"{small}/run: is not the directory that this run locked, as if its file system was unmounted; mount it"
     assert done.code == 4 and told in done.err, done.err  # the last save must succeed
     assert [*(small / "run").iterdir()] == []
 
@@ -244,7 +244,7 @@ def test_a_folder_that_was_replaced_is_noticed_and_one_that_was_moved_back_is_no
     assert lock.take(folder) is None
     folder.rename(tmp_path / "aside")
     folder.mkdir()
-    with pytest.raises(CheckpointError, match="run: is another directory than at the start"):
+    with pytest.raises(CheckpointError, match="run: is not the directory that this run locked"):
         lock.renew(folder)
     assert [*folder.iterdir()] == []
     folder.rmdir()
@@ -475,7 +475,7 @@ def test_a_pattern_takes_each_file_once_and_no_link_leads_in_circles(tmp_path):
     for name in ("one", "other"):  # by both there are more paths than anybody can count
         (tmp_path / "sub" / name).symlink_to(tmp_path)
     for find in (sources.check_files, lambda pattern: check_data(f"bin:{pattern}", 16)):
-        with pytest.raises(DataError, match="expected each file once, found .* which are one; remove the link"):
+        with pytest.raises(DataError, match="expected each file once, .* which are the same file; remove the link"):
             find(f"{tmp_path}/**/*")
 
 

@@ -119,7 +119,7 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
     (retensor(lambda s: s.pop(UP)), 3, ["1 tensor missing", UP]),
     (retensor(lambda s: s.update(extra=torch.zeros(2))), 3, ["1 tensor unexpected: extra"]),
     (retensor(lambda s: s.update({UP: s[UP][:, :3].contiguous()})), 3, [f"{UP} [48, 3] (the model: [48, 32])"]),
-    (retensor(lambda s: s[UP].fill_(float("nan"))), 3, [f"{UP} is not finite"]),
+    (retensor(lambda s: s[UP].fill_(float("nan"))), 3, [f"{UP} has values that are not finite"]),
     (retensor(lambda s: s.update({"lm_head.weight": s[UP].new_zeros(400, 32)})), 3, ["differ, but are one parameter"]),
     (lambda f: edit_json(f / "config.json", tie_word_embeddings=False), 3, ["1 tensor missing: lm_head.weight"]),
     (lambda f: edit_json(f / "config.json", vocab_size=200), 3, ["200"]),
@@ -156,7 +156,7 @@ def test_pickles_are_read_without_running_code(tune, qwen, tmp_path):
             return os.mkdir, (str(tmp_path / "planted"),)
 
     torch.save(state | dict(more=Planted()), folder / "pytorch_model.bin")
-    refused(3, "nothing of it was run", tune("--steps", 1, model=folder))
+    refused(3, "of which nothing was run", tune("--steps", 1, model=folder))
     assert not (tmp_path / "planted").exists()
 
 

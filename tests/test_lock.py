@@ -94,7 +94,7 @@ def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, t
     foreign(folder, **here(pid, start=began))
     done = trains("--save", folder, "--steps", 7)
     zombie.wait()
-    assert f"took over the lock of pid {pid} on host this, which is gone" in done.out
+    assert f"took over the lock of pid {pid} on host this, which has ended" in done.out
     assert done.row["resumed_after"] == 6 and steps_in(folder) == [4, 6, 7] and not [*folder.glob("lock*")]
 
 
@@ -109,18 +109,18 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
     if text is not None:
         path.write_text(text)
     os.utime(path, (path.stat().st_mtime - ago,) * 2)
-    assert lock.take(tmp_path) == f"took over the lock of {who}, silent for 180 s"
+    assert lock.take(tmp_path) == f"took over the lock of {who}, which gave no sign of life for 180 s"
     told = capsys.readouterr().out
     assert waits - 5 <= clock.now <= waits + lock.POLL
     assert (f"{who} may be writing there" in told) == (waits > 0)
-    assert (f"what {path} holds is no lock of this program" in told) == (waits > 0 and text is not None)
+    assert (f"({path} is not a lock of this program)" in told) == (waits > 0 and text is not None)
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_process_of_another_machine_of_the_same_name_is_not_looked_for_among_those_here(tmp_path, clock):
     """Hosts are often called alike: localhost, the pods of a set. There it may well be alive."""
     foreign(tmp_path, host=socket.gethostname(), pid=gone(), machine=f"{lock._machine()} of another boot")
-    assert "silent for 180 s" in lock.take(tmp_path)
+    assert "no sign of life for 180 s" in lock.take(tmp_path)
     assert clock.now >= 175
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_its_launcher_starts_again_on_another_host_waits_for_its_own_
     foreign(folder, seconds_ago=100)
     done = trains("--save", folder, "--steps", 7)
     assert done.row["resumed_after"] == 6 and 75 < clock.now <= 80 + lock.POLL
-    assert "pid 4711 on host node7 may be writing there, its last sign was 10" in done.out
+    assert "pid 4711 on host node7 may be writing there, its last sign of life was 10" in done.out
     assert "waiting " in done.out
 
 
@@ -228,7 +228,7 @@ def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_other
 ):
     real = getattr(saver, before)
     monkeypatch.setattr(saver, before, lambda *args: foreign(folder) and real(*args))
-    fails(train("--save", folder, "--steps", 7), 4, "pid 4711 on host node7 has taken this directory over")
+    fails(train("--save", folder, "--steps", 7), 4, "pid 4711 on host node7 took over this directory")
     assert steps_in(folder) == [2, 4, 6]
     assert "node7" in (folder / "lock").read_text()
     assert not [*folder.glob("tmp-*")]

@@ -123,7 +123,7 @@ def test_a_damaged_step_is_refused_by_the_name_of_its_file(how, folder):
 def test_a_step_under_another_name_is_refused(train, folder):
     (folder / "step-00000006").rename(folder / "step-00000008")
     done = train("--resume", folder / "step-00000008", "--steps", 9)
-    fails(done, 4, "step-00000008/train_state.json: ValueError: is of step 6")
+    fails(done, 4, "step-00000008/train_state.json: ValueError: holds step 6, unlike the name of its folder")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 0), (errno.ESTALE, 4), (errno.EMFILE, 4)])
@@ -175,7 +175,7 @@ def pickled_entry(metadata):
 
 @pytest.mark.parametrize(("change", "named"), [
     (elsewhere, "'../outside', which is not in the manifest"), (pickled_entry, "BytesStorageMetadata"),
-    (lambda metadata: metadata.state_dict_metadata.pop("t"), "differs from the tensors in train_state.json"),
+    (lambda metadata: metadata.state_dict_metadata.pop("t"), "lists other tensors than train_state.json"),
 ])  # fmt: skip
 def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
     forged(folder / "step-00000006", change)
@@ -354,7 +354,7 @@ def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, trains,
         shutil.rmtree(folder / f"step-0000000{step}")
     trains("--save", "one")
     argv = "--save", folder, "--keep", 1, "--steps", 7, "--resume"
-    fails(train(*argv, "one"), 4, "holds step-00000002 already, --resume")
+    fails(train(*argv, "one"), 4, "already holds step-00000002, but --resume")
     assert steps_in(folder) == [2]
     (tmp_path / "same").symlink_to(folder)
     trains(*argv, "same/step-00000002")
@@ -371,12 +371,12 @@ def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, 
     assert train(*argv, "new", fault="0:7:data:raise").code == 1
     assert steps_in("new") == [6]
     again = trains(*argv, "new")
-    assert f"new: began at --resume {folder}{path}; going on from there" in again.out
+    assert f"the run in new began at --resume {folder}{path}; resuming from its own newest step" in again.out
     assert again.row["resumed_after"] == 6 and steps_in("new") == [6, 8, 9] and steps_in(folder) == [2, 4]
     assert again.losses == whole.losses[2:]
     trains(*argv, "new")  # done
     other = train(*argv[:1], folder / "step-00000002", *argv[2:], tmp_path / "new")
-    fails(other, 4, "holds step-00000009 already, --resume")
+    fails(other, 4, "already holds step-00000009, but --resume")
 
 
 @pytest.mark.long
@@ -386,7 +386,7 @@ def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next
         patch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty", ".nfs1")))
         for steps in (7, 8):
             done = trains(*argv, steps)
-            assert "is not wholly removed (Directory not empty: .nfs1)" in done.err, done.err
+            assert "could not be removed completely (Directory not empty: .nfs1)" in done.err, done.err
         assert steps_in(folder) == [7, 8]
         assert len([*folder.glob("tmp-*")]) == 3
         patch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))

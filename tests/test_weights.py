@@ -31,7 +31,7 @@ def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(trains, expo
     straight = parameters(saved_run / "step-00000006")
     for form, path in exported.items():  # a learning rate that changes no bit
         done = trains("--init", path, "--steps", 1, "--lr", 1e-30, "--save", tmp_path / form, "--seed", 7)
-        assert f"--init {path}: 16 tensors of float32; fresh moments" in done.out, done.err
+        assert f"--init {path}: 16 tensors of float32; the optimizer starts at zero" in done.out, done.err
         assert_bitwise(parameters(tmp_path / form / "step-00000001"), straight)
         about = state_of(tmp_path / form / "step-00000001")
         assert about["step"] == 1
@@ -46,7 +46,7 @@ def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(trains, expo
 def test_a_checkpoint_in_save_goes_before_init_and_says_so(trains, exported, folder):
     done = trains("--init", "absent.safetensors", "--save", folder, "--steps", 7)
     assert done.row["resumed_after"] == 6, done.err
-    assert f"--init absent.safetensors: not read, since {folder}/step-00000006 goes on" in done.out
+    assert f"--init absent.safetensors: not read, because the run resumes from {folder}/step-00000006" in done.out
 
 
 def test_weights_of_another_dtype_need_cast(train, trains, saved_run, tmp_path):
@@ -67,8 +67,8 @@ def test_weights_of_another_dtype_need_cast(train, trains, saved_run, tmp_path):
 CAST = {  # what is not converted but refused
     "int8": (torch.ones(2, 3, dtype=torch.int8), "1 tensor of another dtype: weight int8 (the model: float32)"),
     "complex": (torch.ones(2, 3).to(torch.complex64), "weight complex64 (the model: float32)"),
-    "large": (torch.full((2, 3), -1e300, dtype=torch.float64), "weight is not finite in float32"),
-    "nan": (torch.full((2, 3), float("nan"), dtype=torch.bfloat16), "weight is not finite in float32"),
+    "large": (torch.full((2, 3), -1e300, dtype=torch.float64), "weight has values that are not finite in float32"),
+    "nan": (torch.full((2, 3), float("nan"), dtype=torch.bfloat16), "weight has values that are not finite in float32"),
 }
 
 
@@ -124,7 +124,7 @@ def torch_file(content, **how):
     return lambda path: torch.save(content, path, **how)
 
 
-LIBRARY = "is damaged, cut short or no safetensors file (Error while deserializing header: "
+LIBRARY = "is damaged, cut short or not a safetensors file (Error while deserializing header: "
 WEIGHT = torch.ones(2, 3)
 NAN = torch.tensor([1.0, float("nan")])
 INF = torch.tensor([1.0, -float("inf")])
@@ -142,27 +142,28 @@ BAD = {  # what is planted, what the line says besides the path
     "before.safetensors": (entry(data_offsets=[-24, 0]), f"{LIBRARY}invalid JSON"),
     "size.safetensors": (entry(shape=[2, 4]), f"{LIBRARY}invalid shape"),
     "negative.safetensors": (entry(shape=[-2, -3]), f"{LIBRARY}invalid JSON"),
-    "nan.safetensors": (edited(bias=NAN), "bias is not finite"), "inf.safetensors": (edited(bias=INF), "bias is not"),
+    "nan.safetensors": (edited(bias=NAN), "bias has values that are not finite"),
+    "inf.safetensors": (edited(bias=INF), "bias has values that are not finite"),
     "shape.safetensors": (edited(bias=torch.ones(3)), "1 tensor of another shape: bias [3] (the model: [2])"),
     "dtype.safetensors": (edited(bias=torch.ones(2).double()), "bias float64 (the model: float32; --cast converts)"),
     "more.safetensors": (edited(scale=torch.ones(2)), "1 tensor unexpected: scale"),
     "less.safetensors": (edited(bias=None), "1 tensor missing: bias"),
     "gone.safetensors": (lambda path: index(path, weight=A, bias="c.safetensors"), "c.safetensors: No such file"),
-    "out.safetensors": (lambda path: index(path, weight=A, bias=f"../{B}"), f"names '../{B}', which is no"),
-    "linked.safetensors": (lambda path: index(path, weight=A, bias="b.pt"), "names 'b.pt', which is no .safetensors"),
-    "swap.safetensors": (lambda path: index(path, weight=B, bias=A), f"has bias in {A}, but it is in {B}"),
-    "part.safetensors": (lambda path: index(path, weight=A, bias=A), f"has bias in {A}, but it is in None"),
+    "out.safetensors": (lambda path: index(path, weight=A, bias=f"../{B}"), f"names '../{B}'; expected a"),
+    "linked.safetensors": (lambda path: index(path, weight=A, bias="b.pt"), "names 'b.pt'; expected a .safetensors or"),
+    "swap.safetensors": (lambda path: index(path, weight=B, bias=A), f"says that bias is in {A}, but it is in {B}"),
+    "part.safetensors": (lambda path: index(path, weight=A, bias=A), f"says that bias is in {A}, but it is in no file"),
     "short.safetensors": (lambda path: (index(path, weight=A, bias=B), os.truncate(path.parent / B, 60)), f"/{B}: "),
-    "planted.pt": (torch_file(dict(weight=Planted())), "holds more than tensors, and nothing of it was run"),
-    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps(Planted())), "pickle.pt: is no file of weights"),
+    "planted.pt": (torch_file(dict(weight=Planted())), "holds more than tensors, of which nothing was run"),
+    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps(Planted())), "pickle.pt: is not a file of weights"),
     "module.pt": (torch_file(nn.Linear(3, 2)), "holds more than tensors"),
     "number.pt": (torch_file(dict(weight=3)), "holds more than tensors by name"),
     "row.pt": (torch_file([WEIGHT]), "holds more than tensors by name"),
     "old.pt": (torch_file(dict(weight=WEIGHT), _use_new_zipfile_serialization=False), "older than torch 1.6"),
     "sparse.pt": (torch_file(dict(weight=WEIGHT.to_sparse())), "weight is sparse"),
-    "nan.pt": (torch_file(dict(weight=WEIGHT, bias=NAN)), "bias is not finite"),
-    "cut.pt": (lambda path: path.write_bytes(b"PK\3\4" + b"\0" * 60), "cut.pt: is no file of weights"),
-    "empty.pt": (lambda path: path.touch(), "empty.pt: is no file of weights"),
+    "nan.pt": (torch_file(dict(weight=WEIGHT, bias=NAN)), "bias has values that are not finite"),
+    "cut.pt": (lambda path: path.write_bytes(b"PK\3\4" + b"\0" * 60), "cut.pt: is not a file of weights"),
+    "empty.pt": (lambda path: path.touch(), "empty.pt: is not a file of weights"),
 }  # fmt: skip
 
 

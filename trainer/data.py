@@ -142,8 +142,10 @@ def matching(pattern: str) -> list[str]:
     for path in glob.iglob(pattern, recursive=True):
         other = first.setdefault(os.path.realpath(path), path)
         if "**" in pattern and os.path.normpath(other) != os.path.normpath(path):
-            fix = "remove the link, or name a pattern without **"
-            raise unusable(pattern, "each file once", f"{other} and {path}, which are one", fix)
+            fix = "remove the link between them, or name a pattern without **"
+            raise unusable(
+                pattern, "each file once", f"{other} and {path}, which are the same file", fix
+            )
         paths.append(path)
     return sorted(paths)
 
@@ -160,9 +162,11 @@ def reader(
             content = os.pread(file, count * dtype.itemsize, first)
         if len(content) < count * dtype.itemsize:
             where = f"{path}, byte {_n(first + len(content))}"
-            found = "the end"
             raise unusable(
-                where, "what was there at the start", found, f"the file has shrunk: {fix}"
+                where,
+                "as many bytes as when the run began",
+                "the end of the file",
+                f"the file has shrunk: {fix}",
             )
         return np.frombuffer(content, dtype)
 
@@ -193,8 +197,10 @@ def _open_tokens(path: str) -> Shard:
                 again,
             )
     elif magic not in LLMC_FORMATS:
-        expected = f"llm.c's magic for tokens ({' or '.join(map(str, LLMC_FORMATS))})"
-        raise unusable(f"{path}, byte 0", expected, str(magic), "name files of tokens in --data")
+        expected = (
+            f"the magic number of llm.c's token files ({' or '.join(map(str, LLMC_FORMATS))})"
+        )
+        raise unusable(f"{path}, byte 0", expected, str(magic), "name token files in --data")
     elif version != known:
         raise unusable(f"{path}, byte 4", f"version {known} of magic {magic}", str(version), again)
     dtype = np.dtype(dtype)
@@ -217,7 +223,7 @@ def _found(source: str) -> tuple[str, list[Path]]:
     if kind != "bin":
         if os.path.exists(root) and not os.path.isfile(root) and not os.path.isdir(root):
             raise unusable(
-                root, "a file or folder", "a pipe or device", "write what it gives to a file"
+                root, "a file or folder", "a pipe or device", "save its output as a file"
             )
         return root, files_below(root, ".py", NOT_TEXT) if kind == "stdlib" else files_below(root)
     files = (
@@ -264,11 +270,14 @@ def _check_length(
         raise unusable(f"{root}, byte 0", "text", amount, "name a file or folder with text")
     needed = (seqlen + 1) * (1 + hold_out)
     if tokens < needed:
-        again = ", and as many that --eval-every holds out" * hold_out
+        again = ", twice, because --eval-every holds out a sequence" * hold_out
         fix = " or leave out --eval-every" * hold_out
-        expected = f"at least {_n(needed)} tokens (--seqlen and one for the last target{again})"
+        expected = f"at least {_n(needed)} tokens (--seqlen + 1{again})"
         raise unusable(
-            f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}"
+            f"{source}, token {_n(tokens)}",
+            expected,
+            "the end of the data",
+            f"add data or lower --seqlen{fix}",
         )
 
 
@@ -291,7 +300,7 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
     """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
     if not source.startswith("bin:") and vocab < 256:
         raise ValueError(
-            f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random"
+            f"--vocab {vocab}: --data {source} is read as bytes and needs at least 256; raise it, or use --data random"
         )
     with readable(source):
         root, files = _found(source)

@@ -36,7 +36,7 @@ def export(args: argparse.Namespace) -> str:
         try:
             return checkpoint.read(found, name)
         except CheckpointError as error:
-            gone = f"{found.path}: is gone, as by --keep of a run that goes on; export again"
+            gone = f"{found.path}: was deleted meanwhile, as --keep of a running job does; export again"
             raise error if os.path.exists(found.path) else CheckpointError(gone) from None
 
     weights.check_output(args.out, args.overwrite)
@@ -73,24 +73,28 @@ def main(argv: list[str] | None = None) -> int:
         prog="export", allow_abbrev=False, description=__doc__.split("\n")[0]
     )
     parser.add_argument(
-        "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
+        "checkpoint",
+        metavar="DIR",
+        help="directory of a step, or a directory of steps, of which the newest undamaged one is exported",
     )
-    parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
+    parser.add_argument(
+        "out", metavar="OUT", help="file to write; its name ends in .safetensors or .pt"
+    )
     parser.add_argument(
         "--shard-gb",
         type=float,
         default=5.0,
         metavar="GB",
-        help="largest size of a .safetensors, in "
-        "10^9 bytes; more become several and an index (default: 5)",
+        help="largest .safetensors file, in 10^9 bytes; a larger export becomes several files and an index "
+        "(default: 5)",
     )
     parser.add_argument(
         "--dtype",
         choices=["saved", "bf16"],
         default="saved",
-        help="bf16: rounded; main.py --init then needs --cast (default: saved)",
+        help="bf16: round the weights; main.py --init then needs --cast (default: saved)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     if not args.shard_gb > 0:
         parser.error(f"--shard-gb {args.shard_gb}: must be a positive number")

@@ -197,7 +197,7 @@ def _check_chunks(metadata: Metadata, files: dict) -> None:
     tensors = metadata.state_dict_metadata
     stored = metadata.storage_data
     if bare := [name for name, t in tensors.items() if not _is_covered(t)]:
-        raise ValueError(f"the chunks of {bare[0]} are not the whole tensor, each element once")
+        raise ValueError(f"the saved chunks do not cover {bare[0]} exactly once")
     chunks = {
         MetadataIndex(name, chunk.offsets) for name, t in tensors.items() for chunk in t.chunks
     }
@@ -219,7 +219,7 @@ def _open(path: str, files: dict) -> Checkpoint:
         _check_entries(about)
         state = TrainState.from_dict(about)
         if os.path.basename(path) != f"step-{state.step:08d}":
-            raise ValueError(f"is of step {state.step}")
+            raise ValueError(f"holds step {state.step}, unlike the name of its folder")
         where = os.path.join(path, ".metadata")
         with open(where, "rb") as file:
             metadata = _Unpickler(file).load()
@@ -233,7 +233,7 @@ def _open(path: str, files: dict) -> Checkpoint:
             for name, t in metadata.state_dict_metadata.items()
         }
         if table != about["tensors"]:
-            raise ValueError("differs from the tensors in train_state.json")
+            raise ValueError("lists other tensors than train_state.json")
         _check_chunks(metadata, files)
     except CheckpointError:
         raise
@@ -295,15 +295,17 @@ def _find_start(
             checkpoint.state.trackers = {}
             checkpoint.state.run = None
     elif config.resume not in ("auto", "never"):
-        raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
+        raise CheckpointError(
+            f"--resume {folder}: holds no checkpoint (step-<8 digits>); name the --save folder of a run"
+        )
     elif config.save is not None and not present:
         say(f"none in {config.save}: starting fresh")
     first = f"step-{checkpoint.state.step if checkpoint else 0:08d}"
     later = [name for name in present if name > first]
     if later and not (config.resume == "auto" or continued):
         raise CheckpointError(
-            f"--save {config.save}: holds {later[0]}, which this run would come to; continue that one "
-            "(--resume auto), move it away, or save elsewhere"
+            f"--save {config.save}: already holds {later[0]}, a step that this run would write; resume from it "
+            "(--resume auto), move it away, or name another folder"
         )
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
         on_rank_0(partial(_set_aside, config.save, later), group)
@@ -333,11 +335,13 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], b
         for path in own:
             with suppress(Exception):  # a damaged one
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
-                    say(f"{save}: began at --resume {folder}; going on from there")
+                    say(
+                        f"the run in {save} began at --resume {folder}; resuming from its own newest step"
+                    )
                     return present, own, True
         raise CheckpointError(
-            f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
-            "what is there (--resume auto), move it away, or save elsewhere"
+            f"--save {save}: already holds {present[0]}, but --resume names another folder, {folder}; resume from "
+            "--save (--resume auto), move its steps away, or save to another folder"
         )
     return present, paths, False
 
@@ -349,7 +353,7 @@ def _set_aside(folder: str, names: list[str]) -> None:
     aside = [f"damaged-{name}-{secrets.token_hex(4)}" for name in names]
     for name, new in zip(names, aside, strict=True):
         os.rename(os.path.join(folder, name), os.path.join(folder, new))
-    say(f"set aside in {folder}, until the next damage: {', '.join(aside)}")
+    say(f"{folder}: damaged steps renamed to {', '.join(aside)}; the next damage deletes them")
 
 
 def _offered(folder: str, flag: str = "") -> list[str]:
@@ -401,11 +405,11 @@ def _verified(path: str, group: Group) -> Checkpoint:
     for rank, (theirs, _) in enumerate(others, 1):
         if theirs != files:
             raise CheckpointError(
-                f"{path}: is another step on rank {rank} than on rank 0; name a directory that all "
-                "nodes share, or copy the same step to each"
+                f"{path}: differs between rank 0 and rank {rank}; name a directory that all nodes share, or copy the "
+                "same step to each"
             )
     if any(each != first for _, each in others):
-        say(f"{path}: is not one directory for all ranks; each verifies all that it sees")
+        say(f"{path}: ranks see several copies of it; each rank verifies its own")
         on_all(partial(verify, path), group)
     opened = []
     on_all(lambda: opened.append(_open(path, files)), group)

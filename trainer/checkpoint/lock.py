@@ -83,15 +83,15 @@ def renew(folder: str) -> None:
     current = content(folder)
     if current is None and _directory(folder) != directory:
         raise CheckpointError(
-            f"{folder}: is another directory than at the start, without the lock of this run; is its file system "
-            "still mounted? mount it, and the same command goes on"
+            f"{folder}: is not the directory that this run locked, as if its file system was unmounted; mount it and "
+            "run the same command again"
         )
     elif current is None:  # somebody has removed it by hand
         _create(path, text)
     elif current != text:
         raise CheckpointError(
-            f"{path}: {_who(current)} has taken this directory over, after {STALE} s without a sign "
-            "of this run"
+            f"{path}: {_who(current)} took over this directory, after this run gave no sign of life for {STALE} s; "
+            "end one of the two runs"
         )
     else:
         os.utime(path)
@@ -175,7 +175,7 @@ def _evict(folder: str, path: str, patient: bool) -> str | None:
         )
     os.unlink(aside)
     return f"took over the lock of {_who(text)}, " + (
-        "which is gone" if here else f"silent for {STALE} s"
+        "which has ended" if here else f"which gave no sign of life for {STALE} s"
     )
 
 
@@ -188,10 +188,10 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
     if left > 0:
         if not patient:
             return True
-        odd = "" if _owner(text) else f" (what {path} holds is no lock of this program)"
+        odd = "" if _owner(text) else f" ({path} is not a lock of this program)"
         tell(
-            f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
-            f"waiting {left:.0f} s for another{odd}"
+            f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign of life was {STALE - left:.0f} s "
+            f"ago; waiting {left:.0f} s for another{odd}"
         )
     until = time.monotonic() + left
     while time.monotonic() < until:

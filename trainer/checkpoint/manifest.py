@@ -67,7 +67,7 @@ def discard(path: str, aside: str | None = None) -> bool:
         shutil.rmtree(aside or path)
     except OSError as error:
         tell(
-            f"warning: {path}: is not wholly removed ({error.strerror}: {error.filename})",
+            f"warning: {path}: could not be removed completely ({error.strerror}: {error.filename})",
             sys.stderr,
         )
         return False
@@ -124,7 +124,7 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
     if checksum != _crc_of(files):
         raise Damaged(f"{where}: checksum differs")
     if strange := [name for name in names if not FILE.fullmatch(name)]:
-        raise Damaged(f"{where}: names {strange[0]!r}, which is no file of a checkpoint")
+        raise Damaged(f"{where}: names {strange[0]!r}, which is not a file of a checkpoint")
     if not {".metadata", "train_state.json"} <= files.keys():
         raise Damaged(f"{where}: lacks .metadata or train_state.json")
     for name in names[rank::world]:

@@ -194,7 +194,9 @@ def _begin(folder: str, name: str, needs: int) -> str:
     final = os.path.join(folder, name)
     has = shutil.disk_usage(folder).free
     if os.path.lexists(final):
-        raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
+        raise CheckpointError(
+            f"{final}: already exists and is not overwritten; name another --save"
+        )
     if needs > has:
         raise CheckpointError(
             f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB"
@@ -238,7 +240,7 @@ def _commit(
     for file, (size, _) in files.items():
         if os.stat(os.path.join(temporary, file)).st_size != size:
             raise CheckpointError(
-                f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save"
+                f"{temporary}/{file}: has another size on the rank that wrote it; name a --save that all ranks share"
             )
     write_manifest(temporary, files)
     renew(config.save)  # a process that was stopped meanwhile may have lost the lock

@@ -99,7 +99,7 @@ def table(path: str, through: Map | None = None) -> dict[str, Region]:
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path}: is no file, but a folder, pipe or device")
+        raise CheckpointError(f"{path}: is a folder, pipe or device; name a file")
     try:
         if path.endswith(INDEX):
             return _indexed(path, through)
@@ -113,17 +113,19 @@ def table(path: str, through: Map | None = None) -> dict[str, Region]:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: is damaged, cut short or no safetensors file ({error})"
+            f"{path}: is damaged, cut short or not a safetensors file ({error})"
         ) from error
     except pickle.UnpicklingError as error:
         # Torch's own text would tell the user how to run the code in it.
         raise CheckpointError(
-            f"{path}: holds more than tensors, and nothing of it was run"
+            f"{path}: holds more than tensors, of which nothing was run; save model.state_dict() alone"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {one_line(error, kind=False)}") from error
     except Exception as error:  # whatever strange bytes lead to
-        raise CheckpointError(f"{path}: is no file of weights ({one_line(error, 200)})") from error
+        raise CheckpointError(
+            f"{path}: is not a file of weights ({one_line(error, 200)})"
+        ) from error
 
 
 def _mapped(path: str) -> dict[str, Tensor]:
@@ -140,7 +142,7 @@ def _mapped(path: str) -> dict[str, Tensor]:
         return state
     if not zipped:
         raise ValueError(
-            "is no file of weights, or in a format older than torch 1.6; save model.state_dict() again"
+            "is not a file of weights, or has a format older than torch 1.6; save model.state_dict() again"
         )
     with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -156,14 +158,17 @@ def _indexed(path: str, through: Map) -> dict[str, Region]:
     regions = {}
     for file in sorted(set(told.values())):
         if os.path.basename(file) != file or not file.endswith((".safetensors", ".bin")):
-            raise ValueError(f"names {file!r}, which is no .safetensors beside it")
+            raise ValueError(
+                f"names {file!r}; expected a .safetensors or .bin file in the same folder"
+            )
         regions |= table(os.path.join(os.path.dirname(path), file), through)
     there = {name: os.path.basename(region.file) for name, region in regions.items()}
     if wrong := sorted(
         name for name in told.keys() | there.keys() if told.get(name) != there.get(name)
     ):
         raise ValueError(
-            f"has {wrong[0]} in {told.get(wrong[0])}, but it is in {there.get(wrong[0])}"
+            f"says that {wrong[0]} is in {told.get(wrong[0], 'no file')}, but it is in "
+            f"{there.get(wrong[0], 'no file')}"
         )
     return regions
 
@@ -174,11 +179,11 @@ def initialise(
     """Loads the weights of --init into `model` in place, unless the run goes on from `checkpoint`. Raises, on all
     ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if checkpoint is not None:
-        say(f"--init {config.init}: not read, since {checkpoint.path} goes on")
+        say(f"--init {config.init}: not read, because the run resumes from {checkpoint.path}")
         return
     agree({f"--init {config.init}": glimpse(config.init)}, group)
     number = on_all(partial(load_weights, config.init, model, config.cast), group)[0]
-    say(f"--init {config.init}: {listed(number)}; fresh moments")
+    say(f"--init {config.init}: {listed(number)}; the optimizer starts at zero")
 
 
 def listed(number: Counter) -> str:
@@ -278,7 +283,9 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
             and part.is_floating_point()
             and not all(end.to(t.dtype).isfinite() for end in part.aminmax())
         ):
-            raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t)}")
+            raise CheckpointError(
+                f"{region.file}: {name} has values that are not finite in {_name(t)}"
+            )
         if before is not None and not torch.equal(part, before):
             other = next(iter(regions))
             raise CheckpointError(
@@ -294,12 +301,12 @@ def check_output(path: str, overwrite: bool) -> None:
     if not path.endswith((".safetensors", ".pt")):
         raise ValueError(f"{path}: must end in .safetensors or .pt")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{path}: {folder} is no directory that can be written")
+        raise ValueError(f"{path}: {folder} is not a directory that can be written")
     if os.path.isdir(path):
         raise ValueError(f"{path}: is a directory; name a file")
     if (there := _outputs(path)) and not overwrite:
         raise ValueError(
-            f"{os.path.join(folder, there[0])}: is there already; add --overwrite, or name another"
+            f"{os.path.join(folder, there[0])}: already exists; add --overwrite, or name another file"
         )
 
 
@@ -357,7 +364,7 @@ def write(
         # On a full disk torch.save raises RuntimeError without the reason, safetensors an error of its own.
         text = (
             getattr(error, "strerror", None)
-            or f"saving failed, as on a full disk ({str(error)[:200]})"
+            or f"saving failed, perhaps because the disk is full ({str(error)[:200]})"
         )
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
