@@ -501,7 +501,7 @@ def step_misfits(config: Config) -> list[tuple]:
 
 
 def filled(config: Config, device: str) -> Config:
-    """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
+    """`config` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
     unset = {name: default for name, default in config.DEFAULTS[device].items() if getattr(config, name) is None}
     mode = "replicate" if config.wrapper == "ddp" and config.mode == "fully_shard" else config.mode  # DDP replicates
     values = dict(device=device, mode=mode, link=measured(config.link))  # a row holds figures, not a file's name

@@ -321,8 +321,8 @@ class Run:
             self.logged_norms = parameter_norms(self.step.model, params, grads)
 
     def log_step(self, k: int, loss: Tensor, lr: float, **metrics: float) -> None:
-        """Step k is done: its line if it is logged, with `more` in files and W&B, and NonFinite if the run must end for
-        it. What is saved, evaluated and stopped from now on is after this step."""
+        """Step k is done: its line if it is logged, with `metrics` in files and trackers, and NonFinite if the run must
+        end for it. What is saved, evaluated and stopped from now on is after this step."""
         if self.logged:
             norm = self.step.grad_norm.item()
             ms = self.measured.timer.last()

@@ -240,7 +240,7 @@ def flops_per_token(config, seqlen: int, convention: str = "causal") -> int | fl
 
 
 def kept_per_block(config, remat: str | None = None) -> float:
-    """What a block of the reference transformer, under `remat` (None: that of c), keeps for backward, in tensors
+    """What a block of the reference transformer, under `remat` (None: that of `config`), keeps for backward, in tensors
     [B, T, D]; no statistics (< 0.1). Of --block llama in compiled code: eager keeps silu(gate), too, `grow` more."""
     kv = 2 / config.grouping
     remat = remat or config.remat

@@ -1,4 +1,4 @@
-"""The architecture (trainer.costs) that a Hugging Face config.json describes. Imports no torch.
+"""The architecture (trainer.step_costs) that a Hugging Face config.json describes. Imports no torch.
 
     read("Qwen3-30B-A3B/").parameters        # 30'532'122'624, of which 3'353'032'704 active
 

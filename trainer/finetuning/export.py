@@ -34,13 +34,12 @@ from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
 from trainer.finetuning import stopping
+from trainer.finetuning.adapter_settings import SETTINGS
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
 from trainer.finetuning.model import HuggingFaceModel, blank_model
 from trainer.terminal.output import fail, put
-
-SETTINGS = "adapter_config.json"  # of peft
 
 
 def write_folder(
