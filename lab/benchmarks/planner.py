@@ -138,18 +138,20 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 
     def loss(x: dict[str, float]) -> float:
         off = 0.3 * sum(math.log(x[name] / usual) ** 2 for name, usual in NEUTRAL.items() if usual)
-        for row, own in zip(rows, parts, strict=True):
+        for row, terms in zip(rows, parts, strict=True):
             like = row.q.gpu.like
             eager = row.q.c.compile == "none"
             passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
             core = x[f"{like} eager attention"] if eager else 1.0
             seconds = (
-                own[PRODUCTS] / x[f"{like} products"]
-                + own[CORE] / core
-                + passes * (own[REST] + own[UPDATE])
+                terms[PRODUCTS] / x[f"{like} products"]
+                + terms[CORE] / core
+                + passes * (terms[REST] + terms[UPDATE])
             )
             seconds += sum(
-                s for what, s in own.items() if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST)
+                s
+                for what, s in terms.items()
+                if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST)
             )
             seconds *= 1 + x["straggling"] * math.log2(max(row.q.ranks / row.q.per_node, 1))
             off += abs(
@@ -487,8 +489,8 @@ def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, fl
 def predicted_ms(c: SimpleNamespace, ranks: int, gpu: hardware.Gpu, between: str) -> float:
     """Of a step of the reference transformer over a link, as --link names it."""
     serial = gpu.serial_link and "plain" in c.compile_options
-    own = link(gpu.serial_link if serial else between)
-    return 1e3 * step_time(c, ranks, reference(c), gpu, own).seconds
+    bandwidth = link(gpu.serial_link if serial else between)
+    return 1e3 * step_time(c, ranks, reference(c), gpu, bandwidth).seconds
 
 
 def published_times(device: str = "A100SXM", name: str = "a100-80") -> list[Compared]:

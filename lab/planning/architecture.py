@@ -94,48 +94,48 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step") not in (None, 1)
     if kind not in KINDS or mixed:
         return built(config, name)
-    own = KINDS[kind]
-    config = own.get("defaults", {}) | {
+    sizes = KINDS[kind]
+    config = sizes.get("defaults", {}) | {
         key: value for key, value in config.items() if value is not None
     }
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"
     inner = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
-    needed = NEEDED + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner]
+    needed = NEEDED + sizes.get("experts", False) * [experts_key, "num_experts_per_tok", inner]
     if missing := [key for key in dict.fromkeys(needed) if key not in config]:
         raise ValueError(
             f"{', '.join(missing)} missing; add {'it' if len(missing) == 1 else 'them'} to config.json"
         )
     D, F, L, H, V = (size(config, key) for key in NEEDED)
     K = size(config, "num_key_value_heads", H)
-    d = size(config, "head_dim", own.get("head_dim") or D // H)
+    d = size(config, "head_dim", sizes.get("head_dim") or D // H)
     if H % K or not d:
         raise ValueError(
             f"num_attention_heads {H} must be a multiple of num_key_value_heads {K}, and at most hidden_size {D}"
         )
-    norms = D * own.get("norms", 2)
-    norms += {"head": 2 * d, "whole": (H + K) * d}.get(own.get("qk_norms"), 0)
-    biases = (H + 2 * K) * d if own.get("bias") or config.get("attention_bias") else 0
+    norms = D * sizes.get("norms", 2)
+    norms += {"head": 2 * d, "whole": (H + K) * d}.get(sizes.get("qk_norms"), 0)
+    biases = (H + 2 * K) * d if sizes.get("bias") or config.get("attention_bias") else 0
     biases += D if config.get("attention_bias") and kind != "qwen2" else 0
     biases += 2 * F + D if config.get("mlp_bias") and kind == "llama" else 0
     more = {}
-    if own.get("experts"):
+    if sizes.get("experts"):
         E, active, F = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
         if active > E:
             raise ValueError(
                 f"num_experts_per_tok {active}: must be at most the {E} experts of the model"
             )
         more = dict(experts=E, active=active)
-    if "every" in own:
+    if "every" in sizes:
         more |= dict(
             window=size(config, "sliding_window", 4096, least=0),
-            every=size(config, "sliding_window_pattern", own["every"]),
+            every=size(config, "sliding_window_pattern", sizes["every"]),
         )
     elif config.get("sliding_window") and (kind in WINDOWED or config.get("use_sliding_window")):
         more |= dict(window=size(config, "sliding_window"))
     if kind == "phi3":  # q, k and v are one layer, gate and up another
         shapes = ((H + 2 * K) * d, D), (D, H * d), (2 * F, D), (D, F)
         more |= dict(linear=tuple((shape, L) for shape in shapes))
-    tied = config.get("tie_word_embeddings", own.get("tied", False))
+    tied = config.get("tie_word_embeddings", sizes.get("tied", False))
     return Architecture(
         name,
         L,

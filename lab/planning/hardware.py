@@ -27,39 +27,39 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
         raise ValueError(
             f"--gpu {name}: must be one of {', '.join(data)}{did_you_mean(name, data)}"
         )
-    own = data[name]
-    if watts > own["watts"]:
-        raise ValueError(f"--watts {watts:g}: {name} takes at most {own['watts']}; leave it out")
-    like = data[own.get("like", name)]
+    entry = data[name]
+    if watts > entry["watts"]:
+        raise ValueError(f"--watts {watts:g}: {name} takes at most {entry['watts']}; leave it out")
+    like = data[entry.get("like", name)]
     reached = like["reached"]
-    flops = own["tflops"] / like["tflops"]
-    memory = own["tb_per_s"] / like["tb_per_s"]
-    watts = watts or own["watts"]  # the clock goes about as the square root of the power
-    flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
+    flops = entry["tflops"] / like["tflops"]
+    memory = entry["tb_per_s"] / like["tb_per_s"]
+    watts = watts or entry["watts"]  # the clock goes about as the square root of the power
+    flops *= min(1.0, watts / like["watts"] / (entry["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
-    limited = watts < own["watts"]
-    scaled = "" if like is own else f"rates scaled from {own.get('like', name)}, not measured"
+    limited = watts < entry["watts"]
+    scaled = "" if like is entry else f"rates scaled from {entry.get('like', name)}, not measured"
     scaled = (
-        f"rates scaled to {watts:g} of {own['watts']} W, at which no run is published"
+        f"rates scaled to {watts:g} of {entry['watts']} W, at which no run is published"
         if limited
         else scaled
     )
     return Gpu(
         name,
-        1e12 * own["tflops"],
+        1e12 * entry["tflops"],
         1e12 * flops * reached["products"],
         1e12 * memory * reached["tb_per_s"],
-        2**20 * own["memory_mib"],
-        own["sms"],
+        2**20 * entry["memory_mib"],
+        entry["sms"],
         rates,
         1e-6 * reached["floor_us"],
         scaled,
-        own["arch"],
-        own["link"],
+        entry["arch"],
+        entry["link"],
         "" if scaled else reached.get("serial_link", ""),
         tuple(reached["error"]),
         reached["source"],
-        own.get("like", name),
+        entry.get("like", name),
         limited=limited,
     )
 

@@ -133,13 +133,13 @@ class Tape:
         pieces = Counter(base or {})
         for span in spans:
             if span.born <= top <= span.last:
-                kept = (
+                saved = (
                     span.make.piece == WORKSPACE and self.ops[span.born].graph < self.ops[top].graph
                 )
-                pieces[KEPT if kept else span.make.piece] += span.make.nbytes
+                pieces[KEPT if saved else span.make.piece] += span.make.nbytes
         pieces[WORKSPACE] += self.ops[top].inside
-        found = {piece: size for piece, size in pieces.most_common() if size}
-        return Peak(sum(found.values()), self.ops[top].where, found)
+        parts = {piece: size for piece, size in pieces.most_common() if size}
+        return Peak(sum(parts.values()), self.ops[top].where, parts)
 
     def flops(self, op: Op) -> float:
         """Of an operation's products, as torch's FLOP counter sees them."""
@@ -194,7 +194,7 @@ class Tape:
                     under_way.append((size, start, wait, gather, held))
         if not under_way:
             return
-        size, start, wait, gather, held = max(under_way, key=lambda found: found[:2])
+        size, start, wait, gather, held = max(under_way, key=lambda transfer: transfer[:2])
         without = list(levels)
         for name in held:
             life = lives[name]

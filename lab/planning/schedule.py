@@ -299,9 +299,9 @@ class Step(Weights):
         w = f"b{i}"
         grads = []
         self.at = f"backward, block {i}, "
-        again = self.policies[i] in AGAIN["mlp"]
-        self.moved_in_fp32(2 + again)
-        if again:
+        recomputed = self.policies[i] in AGAIN["mlp"]
+        self.moved_in_fp32(2 + recomputed)
+        if recomputed:
             self.eager_keeps(i)
         (self.lean_backward if self.lean else self.mlp_backward)(i, w, grads)
         self.attention_backward(i, w, grads)
@@ -322,7 +322,7 @@ class Step(Weights):
     def mlp_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through the MLP, which may be made again first: that of each weight before that of its input."""
         policy = self.policies[i]
-        again = policy in AGAIN["mlp"]
+        recomputed = policy in AGAIN["mlp"]
         gr = f"gr{i + 1}"
         mid = {"pointwise": [*self.inputs(i), f"o{i}"], "block": [*self.inputs(i), f"o'{i}"]}.get(
             policy, [f"m{i}"]
@@ -330,7 +330,7 @@ class Step(Weights):
         h = f"h{i}"
         g = f"g{i}"
         nn = f"nn'{i}" if self.norm_again(i, "mlp") else f"nn{i}"
-        if again:
+        if recomputed:
             if policy != "pointwise":
                 self.arrive_in_backward(i)
                 h = f"h'{i}"
@@ -357,14 +357,14 @@ class Step(Weights):
             self.fan,
         )
         dh = [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
-        again = again and policy != "pointwise"
-        if self.norm_again(i, "mlp") and not again and self.a.gated:
+        recomputed = recomputed and policy != "pointwise"
+        if self.norm_again(i, "mlp") and not recomputed and self.a.gated:
             self.op("norm again", mid, self.make(nn, self.U))
         over = not (self.plain and self.a.gated)
         self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=over)
         if self.plain:
             self.wgrad("down", [gr, g], i, grads)
-        if self.norm_again(i, "mlp") and not again and not self.a.gated:
+        if self.norm_again(i, "mlp") and not recomputed and not self.a.gated:
             self.op("norm again", mid, self.make(nn, self.U))
         self.wgrad_up(i, nn, grads)
         held = [nn] * self.eager
@@ -426,10 +426,10 @@ class Step(Weights):
         """Gradients through attention, which may be made again first."""
         policy = self.policies[i]
         gm = f"gm{i}"
-        again = policy in AGAIN["attn"]
-        core = again and self.c.remat_core
+        recomputed = policy in AGAIN["attn"]
+        core = recomputed and self.c.remat_core
         a = f"a'{i}" if core else f"a{i}"
-        to = f"'{i}" if again else str(i)
+        to = f"'{i}" if recomputed else str(i)
         self.arrive_in_backward(i)
         if core and a not in self.again_made:
             self.attention_again(i, w)
@@ -442,7 +442,7 @@ class Step(Weights):
             self.a.width,
             self.outs["q"],
         )
-        if again and not core:
+        if recomputed and not core:
             self.attention_again(i, w)
         stats = f"s{to}" if core else f"s{i}"
         made = [

@@ -91,11 +91,11 @@ class Question:
 
     def shared(self) -> Link:
         """Of a GPU to the same GPU of other nodes: its part of the node's ports."""
-        own = self.across
+        port = self.across
         return (
-            own._replace(bytes_per_s=own.bytes_per_s * own.ports / self.per_node)
-            if own.ports
-            else own
+            port._replace(bytes_per_s=port.bytes_per_s * port.ports / self.per_node)
+            if port.ports
+            else port
         )
 
     def ring(self, inside: Link) -> Link:
@@ -517,13 +517,13 @@ def question(request: Plan, words: Sequence[str]) -> Question:
         raise ValueError(f"--depth {c.depth}: must be at most {MOST_BLOCKS}")
     a = read(request.hf) if request.hf else reference(c)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
-    kept = dict(
+    values = dict(
         logits=request.logits,
         master_dtype=request.master_dtype,
         lora=request.lora,
         remat_ops=request.remat_ops,
     )
-    plain = SimpleNamespace(**(c.flat() | shape | kept))
+    plain = SimpleNamespace(**(c.flat() | shape | values))
     if problem := misfit(plain, a, ranks):
         raise ValueError(problem)
     inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)

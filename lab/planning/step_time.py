@@ -270,9 +270,9 @@ def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
     near = min(node.gpus, ranks)
     seconds = 0.0
     for (m, n), count in shapes.items():
-        each = m * n * count * SIZE[c.muon_dtype] / shards / ranks  # to one rank
+        nbytes = m * n * count * SIZE[c.muon_dtype] / shards / ranks  # to one rank
         seconds += max(
-            node.inside.seconds("all_to_all", each * near, near),
-            node.port.seconds("send", each * (ranks - near), ranks - near + 1),
+            node.inside.seconds("all_to_all", nbytes * near, near),
+            node.port.seconds("send", nbytes * (ranks - near), ranks - near + 1),
         )
     return (1 + (shards > 1)) * seconds

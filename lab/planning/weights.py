@@ -51,10 +51,10 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
     shards = shard_group(c, ranks)
     stored = SIZE[getattr(c, "master_dtype", "fp32")]
-    own = trained(c, a)
-    frozen = a.parameters if own < a.parameters else 0
+    trained_count = trained(c, a)
+    frozen = a.parameters if trained_count < a.parameters else 0
     base = {
-        PARAMETERS: stored * own / shards,
+        PARAMETERS: stored * trained_count / shards,
         FROZEN: min(stored, a.stored) * frozen / shards,
         MOMENTS: moment_bytes(c, a) / shards,
         ALLOWANCE: CUBLAS_MIB[arch] * 2**20,
@@ -63,7 +63,7 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
         # What the gather filled stays beside the weights that are cut from it.
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters * (1 + (shards > 1))}
         shards = 1
-    return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
+    return base | ({GRADIENTS: stored * trained_count / shards} if c.grad_accum > 1 else {})
 
 
 def moment_bytes(c, a: Architecture) -> float:

@@ -86,8 +86,8 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
                     )[1]
             except ValueError as error:
                 raise ValueError(f"{document}:{line}: {error}") from None
-            if found := difference(mark["table"].splitlines(), table.splitlines()):
-                differing.append(f"{document}:{line + 1 + found[0]}: {name}: {found[1]}")
+            if change := difference(mark["table"].splitlines(), table.splitlines()):
+                differing.append(f"{document}:{line + 1 + change[0]}: {name}: {change[1]}")
             new += f"{old[end : mark.start('table')]}{table}\n"
             count = count + 1
             end = mark.end()
@@ -108,7 +108,7 @@ def studied(
     return table, about, shared.figure(study, rows, folder) if folder else []
 
 
-def found(
+def rows_for(
     name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]
 ) -> list[dict]:
     """The rows that a table is made of, by `read` of each file. ValueError where there is none."""
@@ -151,9 +151,9 @@ def draw(
 ) -> list[Path]:
     """The figures of `ours`: rows of a table, or settings. Of `rows`: what takes no more of them than it needs."""
     plots = importlib.import_module("lab.report.plots")
-    own = {"loss": plots.losses, "time against memory": plots.fronts}
-    if name in own:
-        return own[name](ours, folder)
+    plotters = {"loss": plots.losses, "time against memory": plots.fronts}
+    if name in plotters:
+        return plotters[name](ours, folder)
     if name == "collectives":
         return plots.collectives(rows, folder)
     if ours:
@@ -164,15 +164,15 @@ def draw(
 def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> dict[str, tuple]:
     """The tables of files that are named without a table's name, their rows and columns: those of runs, as far as their
     rows fill them. ValueError where they have no run."""
-    rows = found("runs", args, True, read)
+    rows = rows_for("runs", args, True, read)
     made = {name: layout(name, rows) for name in ("runs", "loss", "sent")}
     filled = {name: each for name, each in made.items() if each[0]}
     if "runs" not in filled:
         files = " ".join(map(str, args.results))
         studies = sorted({str(row.get("study")) for row in rows})
-        told = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
+        reason = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
         raise ValueError(
-            f"{files}: no run of a training program is in it, {told}; name their table, if there is one: "
+            f"{files}: no run of a training program is in it, {reason}; name their table, if there is one: "
             f"{', '.join(LAYOUTS)} or --study NAME, with --results {files}"
         )
     return filled
@@ -192,7 +192,7 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     filled = whole(args, read) if files else {}
     named += filled
     for name in named or [*sweep.axes(), "loss"]:
-        rows = found(name, args, bool(named), read)
+        rows = rows_for(name, args, bool(named), read)
         try:
             made = filled.get(name) or layout(name, rows)
             about, table = section(name, rows, args.small, made)
@@ -318,9 +318,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.exit(2, f"report: {shown(with_files(str(error), args.results))}\n")
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        told = f"{one_line(error, 200)}; take it out, or name other files"
-        told = f"a row has an entry of another kind than a run writes: {told}"
-        parser.exit(2, f"report: {shown(with_files(told, args.results))}\n")
+        message = f"{one_line(error, 200)}; take it out, or name other files"
+        message = f"a row has an entry of another kind than a run writes: {message}"
+        parser.exit(2, f"report: {shown(with_files(message, args.results))}\n")
     except OSError as error:
         parser.exit(
             2,

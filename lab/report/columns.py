@@ -41,9 +41,9 @@ def column(rows: list[dict | None], title: str, key: str, digits: int) -> Column
 def memory(rows: list[dict]) -> Columns:
     """The columns of peak memory that the rows have."""
     return [
-        found
+        part
         for title, key, digits, *_ in METRICS[:2]
-        for found in column(rows, f"peak {title}", key, digits)
+        for part in column(rows, f"peak {title}", key, digits)
     ]
 
 
@@ -55,10 +55,12 @@ def outcomes(rows: list[dict | None]) -> Columns:
 
 def where(rows: list[dict | None], always: bool = False) -> Columns:
     """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
-    found = [("n", [published.label(row) if row else "" for row in rows])]
-    found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
-    needed = [
-        always or set(found[0][1]) != {"1"},
-        *(len(set(texts) - {""}) > 1 for _, texts in found[1:]),
+    columns = [("n", [published.label(row) if row else "" for row in rows])]
+    columns += [
+        (name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")
     ]
-    return list(itertools.compress(found, needed))
+    needed = [
+        always or set(columns[0][1]) != {"1"},
+        *(len(set(texts) - {""}) > 1 for _, texts in columns[1:]),
+    ]
+    return list(itertools.compress(columns, needed))

@@ -28,10 +28,10 @@ def setting(row: dict) -> dict:
 
 def parts(steps: Path) -> list[tuple[Path, float]]:
     """(file, its last step that counts) of a run and of those that it continues, the earliest first."""
-    found = []
+    pieces = []
     last = float("inf")
-    while steps.is_file() and steps not in [path for path, _ in found]:
-        found.append((steps, last))
+    while steps.is_file() and steps not in [path for path, _ in pieces]:
+        pieces.append((steps, last))
         file = steps.with_suffix(".settings.json")
         about = {}
         with suppress(OSError, ValueError):  # none was written
@@ -49,16 +49,16 @@ def parts(steps: Path) -> list[tuple[Path, float]]:
             break
         steps = steps.with_name(f"{Path(about['continues']).name}.jsonl")
         last = min(last, about["after_step"])
-    return found[::-1]
+    return pieces[::-1]
 
 
 def history(steps: Path) -> list[dict]:
     """Every logged step of a run and of those that it continues, once and in order."""
     return [
-        each
+        step
         for path, last in parts(steps)
-        for each in read_jsonl(path)
-        if each.get("step", last + 1) <= last
+        for step in read_jsonl(path)
+        if step.get("step", last + 1) <= last
     ]
 
 
@@ -70,8 +70,8 @@ def learned_from(row: dict) -> tuple:
 
 def comparable(rows: list[dict]) -> list[dict]:
     """The runs that have a curve, and whose loss can be compared with that of the last one of them."""
-    found = [row for row, _ in curves_of(rows)]
-    return [row for row in found if learned_from(row) == learned_from(found[-1])]
+    trained = [row for row, _ in curves_of(rows)]
+    return [row for row in trained if learned_from(row) == learned_from(trained[-1])]
 
 
 def curves_of(rows: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
@@ -80,11 +80,11 @@ def curves_of(rows: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
     files = {row["history"]: row for row in rows if row.get("history") and not simulated(row)}
     continued = {str(path) for file in files for path, _ in parts(Path(file))[:-1]}
 
-    def told(each: dict) -> bool:
-        loss = each.get("eval_loss", each.get("loss"))
+    def has_loss(step: dict) -> bool:
+        loss = step.get("eval_loss", step.get("loss"))
         return isinstance(loss, int | float) and isfinite(loss)
 
     for file in filter(lambda file: file not in continued, files):
-        steps = [*filter(told, history(Path(file)))]
-        if any("eval_loss" not in each for each in steps):
+        steps = [*filter(has_loss, history(Path(file)))]
+        if any("eval_loss" not in step for step in steps):
             yield files[file], steps

@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from lab.report import published
 from lab.report.history import comparable, curves_of, setting
-from lab.report.runs import flags_apart, front, memory_of, told
+from lab.report.runs import cost_setting, flags_apart, front, memory_of
 from trainer.terminal.text import grouped
 
 WIDTH = 6  # inch
@@ -125,8 +125,8 @@ def ranks(row: dict) -> str:
 
 def panels(rows: list[dict], wanted: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Those (key, words) of which any row has a figure. NoFigure where there is none."""
-    if found := [pair for pair in wanted if any(published.figure(row, pair[0]) for row in rows)]:
-        return found
+    if usable := [pair for pair in wanted if any(published.figure(row, pair[0]) for row in rows)]:
+        return usable
     ends = ", ".join(sorted({str(row.get("outcome", "ok"))[:40] for row in rows}))
     raise NoFigure(f"no run has {wanted[-1][1]} ({ends})")
 
@@ -136,28 +136,30 @@ def memory_and_time(rows: list[dict]) -> list[tuple[str, str]]:
     return panels(rows, [(key, f"{words} (MiB)"), ("step_ms", "time of a step (ms)")])
 
 
-def axis(name: str, found: list, folder: Path) -> list[Path]:
+def axis(name: str, entries: list, folder: Path) -> list[Path]:
     """What an axis of a sweep shows, a figure for GPUs and one for CPUs: lines over numbers, bars of names. Published
     figures are of GPUs and stand in theirs alone: a CPU's resident memory and its times do not compare with them."""
     names = published.key_names(name)
     paths = []
     why = []
     for kind in ("cpu", "gpu"):
-        own = [each for each in found if each[1] and published.on_gpu(each[1]) == (kind == "gpu")]
-        if not own:
+        on_kind = [
+            each for each in entries if each[1] and published.on_gpu(each[1]) == (kind == "gpu")
+        ]
+        if not on_kind:
             continue
-        rows = [row for _, row, _ in own]
+        rows = [row for _, row, _ in on_kind]
         try:
             shown = panels(rows, [("mfu", "MFU (%)")]) if name == "mfu" else memory_and_time(rows)
         except NoFigure as error:
             why.append(f"on a {kind.upper()} {error}")
             continue
         if len(names) == 1 or name == "gpus":
-            theirs = {key: each for key, _, each in found if each and kind == "gpu"}
-            made = [(words, curves(name, own, theirs, key)) for key, words in shown]
+            theirs = {key: each for key, _, each in entries if each and kind == "gpu"}
+            made = [(words, curves(name, on_kind, theirs, key)) for key, words in shown]
             paths += lines(f"{name}-{kind}", made, XLABELS.get(name, names[0]), folder)
         else:
-            beside = [figures(theirs) if kind == "gpu" else {} for *_, theirs in own]
+            beside = [figures(theirs) if kind == "gpu" else {} for *_, theirs in on_kind]
             paths += of_rows(f"{name}-{kind}", rows, folder, shown, beside)
     if not paths:
         raise NoFigure("; ".join(why) or "no run of ours")
@@ -370,7 +372,7 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
         named = [i for i in sorted(range(len(rows)), key=points.__getitem__) if points[i] in good][
             :NAMED
         ]
-        texts = names_of([rows[i] for i in named], [told(rows[i]) for i in named])
+        texts = names_of([rows[i] for i in named], [cost_setting(rows[i]) for i in named])
         plot = column(3.6, 7.5)
         ax = plot.subplots()
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
@@ -401,15 +403,15 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
 def losses(rows: list[dict], folder: Path) -> list[Path]:
     """Loss over tokens, a curve for each run and its held-out loss. A run that was resumed is one curve, from its first
     step on."""
-    found = [*curves_of(comparable(rows))]
-    if not found:
+    histories = [*curves_of(comparable(rows))]
+    if not histories:
         raise NoFigure(
             "no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)"
         )
-    names = names_of([row for row, _ in found], [setting(row) for row, _ in found])
-    over = "tokens" if all("tokens" in step for _, steps in found for step in steps) else "step"
+    names = names_of([row for row, _ in histories], [setting(row) for row, _ in histories])
+    over = "tokens" if all("tokens" in step for _, steps in histories for step in steps) else "step"
     made = {}
-    for name, (_, steps) in zip(names, found, strict=True):
+    for name, (_, steps) in zip(names, histories, strict=True):
         for step in steps:
             kind = "eval_loss" if "eval_loss" in step else "loss"
             curve = name + HELD_OUT * (kind == "eval_loss")
@@ -421,12 +423,12 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
 def lanes(spans: list[tuple[int, int]]) -> list[int]:
     """For spans (start, end), the lowest lane of each in which none before it is in its way."""
     taken = []
-    found = []
+    chosen = []
     for start, end in spans:
         free = next((i for i, until in enumerate(taken) if until <= start), len(taken))
         taken[free:] = [max(end, start + 1), *taken[free + 1 :]]
-        found.append(free)
-    return found
+        chosen.append(free)
+    return chosen
 
 
 def collectives(rows: list[dict], folder: Path) -> list[Path]:
@@ -452,10 +454,10 @@ def collectives(rows: list[dict], folder: Path) -> list[Path]:
         plot.subplots(2, 1, sharex=True, height_ratios=(8, 4)), both, strict=True
     ):
         before = 0
-        found = []
+        spans = []
         for part, graph in row["graphs"].items():
             number = graph["products"]
-            found += [
+            spans += [
                 (before + start, gap, kind, mib)
                 for kind, start, gap, mib, _ in graph["collectives"]
             ]
@@ -463,8 +465,8 @@ def collectives(rows: list[dict], folder: Path) -> list[Path]:
             text = f"{part.split(', ')[-1]}: {number} products"
             ax.text(before + number / 2, -1, text, ha="center", va="center")
             before += number
-        heights = lanes([(at, at + gap) for at, gap, *_ in found])
-        for (start, gap, kind, mib), y in zip(found, heights, strict=True):
+        heights = lanes([(at, at + gap) for at, gap, *_ in spans])
+        for (start, gap, kind, mib), y in zip(spans, heights, strict=True):
             color, label = looks[kind]
             if not gap:
                 [handles[f"{label}, exposed"]] = ax.plot(start, y, "x", color=color, markersize=5)
@@ -476,8 +478,8 @@ def collectives(rows: list[dict], folder: Path) -> list[Path]:
                 ax.text(
                     start + gap / 2 - 0.3, y, size, ha="center", va="center", fontsize=7, color=ink
                 )
-        exposed = sum(not gap for _, gap, *_ in found)
-        ax.set_title(f"{name}: {len(found)} collectives, {exposed} of them exposed", loc="left")
+        exposed = sum(not gap for _, gap, *_ in spans)
+        ax.set_title(f"{name}: {len(spans)} collectives, {exposed} of them exposed", loc="left")
         ax.grid(False)
         ax.set(yticks=[], xlim=(-1, before + 1.5))
         ax.spines[["left", "right", "top"]].set_visible(False)

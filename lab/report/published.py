@@ -71,13 +71,13 @@ def core(setting: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
 
 def on_gpu(row: dict) -> bool:
     """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
-    told = (
+    assumed = (
         "CPU"
         if "--device cpu" in str(row.get("line")) or "+cpu" in str(row.get("torch"))
         else "GPU"
     )
     return "peak_alloc_mib" in row or not (
-        "peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU")
+        "peak_rss_mib" in row or str(row.get("device", assumed)).startswith("CPU")
     )
 
 
@@ -123,17 +123,17 @@ def key_names(axis: str) -> list[str]:
 
 def key_of(row: dict, names: list[str]) -> tuple:
     """Their values in a row of ours."""
-    found = {
+    values = {
         name: setting(row, name)
         for name in "remat attn compile seqlen depth width batch grouping mode".split()
     }
-    found |= {
+    values |= {
         "ranks": ranks(row),
         "small": "replicate" if setting(row, "min_shard_mib") else "shard",
     }
-    found["attn"] = "flex" if found["attn"] == "flex" else "sdpa"  # as published
-    found["global batch"] = found["ranks"] * found["batch"] * setting(row, "grad_accum")
-    return tuple(found[name] for name in names)
+    values["attn"] = "flex" if values["attn"] == "flex" else "sdpa"  # as published
+    values["global batch"] = values["ranks"] * values["batch"] * setting(row, "grad_accum")
+    return tuple(values[name] for name in names)
 
 
 def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
@@ -155,7 +155,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
 def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, `mib`, `ms`, `mfu` (of a range the middle, None for words), `text`."""
     names = key_names(axis)
-    found = {}
+    by_key = {}
     for line in (
         csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ()
     ):
@@ -174,8 +174,8 @@ def published(axis: str) -> dict[tuple, dict]:
             else None
         )
         p["text"]["mfu"] = f"{counted}, {grouped(p['mfu'], 1)}"
-        found[tuple(p[name] for name in names)] = p
-    return found
+        by_key[tuple(p[name] for name in names)] = p
+    return by_key
 
 
 def fit_of(row: dict) -> float | None:
@@ -185,8 +185,8 @@ def fit_of(row: dict) -> float | None:
     return next(
         (
             float(ac)
-            for *own, ac, ga in lines
-            if [*own, ga] == key and row.get("parameters") == QWEN_7B
+            for *shape, ac, ga in lines
+            if [*shape, ga] == key and row.get("parameters") == QWEN_7B
         ),
         None,
     )
@@ -214,23 +214,23 @@ def entries(
     names = key_names(axis)
     theirs = published(axis)
     lines = {}
-    found = []
+    keyed = []
     for setting in sweep.read_settings(axis, small, ANY, []):
         n, flags = sweep.parse(shlex.split(setting))
         lines[int(flags.get("--world", [n])[0]), core(setting)] = None
     shared = frozenset.intersection(*(flags for _, flags in lines))
-    told = {}
+    by_flags = {}
     for row in rows:
-        told.setdefault(core(row.get("line")), []).append(row)
+        by_flags.setdefault(core(row.get("line")), []).append(row)
     for n, flags in lines:
-        for row in newest([row for row in told.get(flags, []) if n in (ANY, ranks(row))]):
-            found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
-    if not found:
+        for row in newest([row for row in by_flags.get(flags, []) if n in (ANY, ranks(row))]):
+            keyed.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
+    if not keyed:
         raise ValueError(
             f"{axis}: none of the {len(rows)} rows belong to it{'' if small else '; for small sizes add --small'}"
         )
     ours = {}
-    for key, row in found:
+    for key, row in keyed:
         ours.setdefault(key, []).append(row)
     keys = dict.fromkeys([*ours, *theirs])
     keys = sorted(keys) if names and axis != "variants" else keys

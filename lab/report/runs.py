@@ -54,8 +54,8 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def left_out(rows: list[dict]) -> str:
     """A line that says how many runs a table of losses leaves out; empty if it has them all."""
-    found = [learned_from(row) for row, _ in curves_of(rows)]
-    others = sum(each != found[-1] for each in found)
+    lessons = [learned_from(row) for row, _ in curves_of(rows)]
+    others = sum(each != lessons[-1] for each in lessons)
     played = sum(map(published.simulated, rows))
     lines = [f"Left out: {others} of other data, model or vocabulary than the last run's."] * bool(
         others
@@ -89,11 +89,12 @@ def flags_apart(settings: list[dict]) -> list[str]:
     names = [name for name, count in values.items() if len(count) > 1]
     usual = {name: values[name].most_common(1)[0][0] for name in names} if len(names) > 4 else {}
 
-    told = [
+    changing = [
         {k: each.get(k) for k in names if repr(each.get(k)) != usual.get(k)} for each in settings
     ]
     texts = [
-        " ".join(as_given(k, v) for k, v in each.items() if v not in (None, [])) for each in told
+        " ".join(as_given(k, v) for k, v in each.items() if v not in (None, []))
+        for each in changing
     ]
     return [text or "those of most runs" * bool(usual) for text in texts]
 
@@ -113,9 +114,9 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
     base = {}
     firsts = [base.setdefault((row.get("device"), row.get("torch")), row) for row in rows]
     for title, key, digits, *_ in METRICS:
-        own = column(rows, title, key, digits)
-        columns += own
-        if own and len(rows) > 1 and (key == "step_ms" or key.startswith("peak")):
+        values = column(rows, title, key, digits)
+        columns += values
+        if values and len(rows) > 1 and (key == "step_ms" or key.startswith("peak")):
             columns += [
                 (
                     "x the first",
@@ -129,7 +130,7 @@ def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The collectives of the last step of each run of simulated ranks: how many, what they send, how long they take."""
     rows = [row for row in rows if "run" in row]  # other programs count them, too
     rows = [row for row in rows if isinstance(row.get("collectives"), dict) and row["collectives"]]
-    lines = [(row, kind, found) for row in rows for kind, found in row["collectives"].items()]
+    lines = [(row, kind, counts) for row in rows for kind, counts in row["collectives"].items()]
     columns = [
         ("run", [row["run"] for row, *_ in lines]),
         *where([row for row, *_ in lines]),
@@ -140,7 +141,7 @@ def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
         ("MiB", "mib", 1),
         ("ms by the model of the link", "ms", 2),
     ):
-        columns += [(title, [grouped(found[key], digits) for *_, found in lines])]
+        columns += [(title, [grouped(counts[key], digits) for *_, counts in lines])]
     return rows, columns
 
 
@@ -152,18 +153,18 @@ def memory_of(rows: Iterable[dict]) -> tuple[str, str]:
     )
 
 
-def told(row: dict) -> dict:
+def cost_setting(row: dict) -> dict:
     """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
-    told = {
+    values = {
         name: value for name, value in setting(row).items() if flag(name) not in published.NEUTRAL
     }
-    return told | {"ranks": published.label(row)}
+    return values | {"ranks": published.label(row)}
 
 
 def shared(rows: list[dict]) -> list[list[dict]]:
     """The rows, with time and memory, of every setting (shape, device, torch, ranks) that at least three share."""
     settings = {}
-    for row in published.newest(rows, lambda row: str(sorted(told(row).items()))):
+    for row in published.newest(rows, lambda row: str(sorted(cost_setting(row).items()))):
         if published.figure(row, "step_ms") and published.figure(row, memory_of([row])[0]):
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
@@ -179,9 +180,9 @@ def busy_machine(rows: Iterable[dict]) -> str:
     times = {}
     for row in rows:
         if row.get("flags") and (ms := published.figure(row, "step_ms")):
-            work = str(sorted(told(row).items())), row.get("device"), row.get("torch")
+            work = str(sorted(cost_setting(row).items())), row.get("device"), row.get("torch")
             times.setdefault(work, []).append(ms)
-    ratios = [max(found) / min(found) for found in times.values()]
+    ratios = [max(steps) / min(steps) for steps in times.values()]
     if max(ratios, default=1) <= BUSY:
         return ""
     return (
@@ -190,10 +191,10 @@ def busy_machine(rows: Iterable[dict]) -> str:
     )
 
 
-def front(found: Iterable[Costly]) -> list[Costly]:
+def front(candidates: Iterable[Costly]) -> list[Costly]:
     """The Pareto front of tuples that begin with two costs: what no other undercuts in both, by the first cost."""
     best = []
-    for each in sorted(found, key=lambda each: each[:2]):
-        if not best or each[1] < best[-1][1]:
-            best.append(each)
+    for candidate in sorted(candidates, key=lambda candidate: candidate[:2]):
+        if not best or candidate[1] < best[-1][1]:
+            best.append(candidate)
     return best

@@ -31,35 +31,35 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
     ]
 
 
-def axis_columns(axis: str, found: Entries) -> Columns:
+def axis_columns(axis: str, entries: Entries) -> Columns:
     """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
     names = published.key_names(axis) or ["flags"]
-    ours = [o for _, o, _ in found]
-    theirs = [p for *_, p in found]
-    fair = [published.comparable(o, p) for _, o, p in found]
-    columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
+    ours = [o for _, o, _ in entries]
+    theirs = [p for *_, p in entries]
+    fair = [published.comparable(o, p) for _, o, p in entries]
+    columns = [(name, [str(key[i]) for key, *_ in entries]) for i, name in enumerate(names)]
     if "ranks" in names:
         columns[names.index("ranks")] = (
             "n",
-            [published.label(o) if o else str(p["ranks"]) for _, o, p in found],
+            [published.label(o) if o else str(p["ranks"]) for _, o, p in entries],
         )
     columns += where(ours, always=True)["ranks" in names :]
     if len({p["device"] for p in theirs if p}) > 1:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
     columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
-        own = [published.figure(o, key) for o in ours]
+        figures = [published.figure(o, key) for o in ours]
         other = [p and p.get(their_key) for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
-        if any(own):
+        if any(figures):
             columns.append((title, [shown(o, key, digits) for o in ours]))
-            columns += [relative(own, [o and published.series(o, axis) for o in ours])] * alone
+            columns += [relative(figures, [o and published.series(o, axis) for o in ours])] * alone
         if any(other):
             columns.append((their_title, [p["text"][their_key] if p else "" for p in theirs]))
             columns += [relative(other, [p and p["device"] for p in theirs])] * alone
             ratios = [
                 f"{a / b:.3f}" if f and a and b else ""
-                for a, b, f in zip(own, other, fair, strict=True)
+                for a, b, f in zip(figures, other, fair, strict=True)
             ]
             columns += [("ours/published", ratios)] * any(ratios)
     return columns
@@ -72,8 +72,8 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
         [row for row in rows if row.get("compile") in order], lambda row: row["compile"]
     )
     rows.sort(key=lambda row: order.index(row["compile"]))
-    told = *published.SHAPE, "steps", "mode", "remat"
-    if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
+    always = *published.SHAPE, "steps", "mode", "remat"
+    if len({tuple(published.setting(row, name) for name in always) for row in rows}) > 1:
         raise ValueError(
             "compile: the rows differ in shape, --steps, --mode or --remat; give a file in which only --compile differs"
         )
@@ -123,7 +123,7 @@ def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
     # Studies/ has one, too.
     rows = [row for row in rows if row.get("study") == "collectives" and "graphs" in row]
     rows = published.newest(rows, lambda row: str(row["flags"]))
-    found = [
+    sent = [
         [each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows
     ]
     names = [" ".join(row["flags"]["compile_options"]) or "those of `overlap.py`" for row in rows]
@@ -131,11 +131,11 @@ def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
         ("Inductor options", names),
         ("`--compile`", [row["flags"]["compile"] for row in rows]),
     ]
-    for kind in dict.fromkeys(each[0] for own in found for each in own):
-        of_kind = [[gap for name, _, gap, *_ in own if name == kind] for own in found]
+    for kind in dict.fromkeys(each[0] for of_row in sent for each in of_row):
+        of_kind = [[gap for name, _, gap, *_ in of_row if name == kind] for of_row in sent]
         columns.append((f"{kind}s", [str(len(gaps)) for gaps in of_kind]))
         columns.append(("of them exposed", [str(gaps.count(0)) for gaps in of_kind]))
-    columns.append(("MiB sent", [grouped(sum(each[4] for each in own)) for own in found]))
+    columns.append(("MiB sent", [grouped(sum(each[4] for each in of_row)) for of_row in sent]))
     alive = [max(graph["gathered_mib"] for graph in row["graphs"].values()) for row in rows]
     return rows, [*columns, ("most gathered MiB at once", [grouped(each) for each in alive])]
 
@@ -166,10 +166,12 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     for n in counts:
         columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
     columns += [("TFLOP", [shown(row, "tflop", 1) for row in most])]
-    found = [[published.measured(line[n]) for n in counts if n in line] for line in lines.values()]
+    measured = [
+        [published.measured(line[n]) for n in counts if n in line] for line in lines.values()
+    ]
     texts = [
-        ", ".join(map(grouped, mib)) * own["published"]
-        for mib, own in zip(found, most, strict=True)
+        ", ".join(map(grouped, mib)) * peak["published"]
+        for mib, peak in zip(measured, most, strict=True)
     ]
     return [line[n] for line in lines.values() for n in counts if n in line], [
         *columns,
@@ -318,20 +320,20 @@ LAYOUTS = {
 }
 
 
-def about(name: str, ours: list[dict], found: Entries) -> str:
+def about(name: str, ours: list[dict], entries: Entries) -> str:
     """The text above a table: commit, versions, devices, shared flags, and what it may be compared with."""
 
-    def each(key):
+    def values_of(key):
         return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
 
     n = ", ".join(sorted({published.label(row) for row in ours}))
     commits = {str(row.get("commit"))[:7] for row in ours}
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     # Counts and plans have none.
-    steps = f"{each('n')} timed steps, " * any(row.get("n") for row in ours)
+    steps = f"{values_of('n')} timed steps, " * any(row.get("n") for row in ours)
     lines = [
-        f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
-        f"n = {n} ranks, {steps}{each('file')}."
+        f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {values_of('torch')}, {values_of('device')}, "
+        f"n = {n} ranks, {steps}{values_of('file')}."
     ]
     cores = [published.core(row.get("line")) or frozenset() for row in ours]
     if cores and (shared := frozenset.intersection(*cores)):
@@ -340,12 +342,12 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         lines += [
             "N(sim LINK): one process in place of N, its collectives timed by a model of the link."
         ]
-    if theirs := [p for *_, p in found if p]:
+    if theirs := [p for *_, p in entries if p]:
         machines = [
             f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})
         ]
         how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
-        if not any(published.comparable(o, p) for _, o, p in found):
+        if not any(published.comparable(o, p) for _, o, p in entries):
             how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
         lines += [
             f"Published by others on {', '.join(machines)}: published/{name}.csv, not ours. {how}"
@@ -375,8 +377,10 @@ def section(
         return about(name, ours, []) + f"\n{others}" * bool(others), markdown(columns)
     if name not in sweep.axes():
         raise ValueError(f"{name}: none of the {len(rows)} rows belong to it")
-    found = published.entries(name, rows, small)
-    return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
+    entries = published.entries(name, rows, small)
+    return about(name, [o for _, o, _ in entries if o], entries), markdown(
+        axis_columns(name, entries)
+    )
 
 
 def compared(sides: list[str], files: list[Path]) -> str:
@@ -386,8 +390,8 @@ def compared(sides: list[str], files: list[Path]) -> str:
     both = [key for key in first if key in second]
     if not both:
         raise ValueError(f"{' '.join(sides)}: no setting has a row in both")
-    told = flags_apart([first[key].get("flags") or {} for key in both])
-    columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
+    changed = flags_apart([first[key].get("flags") or {} for key in both])
+    columns = [("n", [n for n, _ in both]), ("flags that differ", changed)]
     dirty = [
         ", ".join(
             side

@@ -194,7 +194,7 @@ def formula(row: dict, c: int) -> tuple[float, float]:
     size = math.ceil(layers / c)
     segments = [min(size, layers - first) for first in range(0, layers, size)]
     return c * outside + layers / c * inside, max(
-        n * outside + own * inside for n, own in enumerate(segments)
+        n * outside + length * inside for n, length in enumerate(segments)
     )
 
 

@@ -119,17 +119,17 @@ def use(link: Link | Callable[[list[int]], Link]) -> None:
 def summary(collectives) -> dict[str, dict]:
     """{op: {"n": calls, "mib": MiB of whole tensors, "ms": modelled time}} of CollectiveCalls; no barriers."""
     table = {}
-    for each in collectives:
-        if each.op != "barrier":
-            n, mib, ms = table.get(each.op, (0, 0.0, 0.0))
-            table[each.op] = n + 1, mib + each.nbytes / 2**20, ms + 1e3 * each.seconds
+    for entry in collectives:
+        if entry.op != "barrier":
+            n, mib, ms = table.get(entry.op, (0, 0.0, 0.0))
+            table[entry.op] = n + 1, mib + entry.nbytes / 2**20, ms + 1e3 * entry.seconds
     return {op: dict(n=n, mib=round(mib, 3), ms=round(ms, 3)) for op, (n, mib, ms) in table.items()}
 
 
-def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
+def _gather(out: Tensor, shard: Tensor, ranks: int, rank: int) -> None:
     """Fills `out` with what `ranks` ranks hold of which this one, `rank`, holds `own`."""
     # `own` may be a chunk of `out`, as in FSDP2.
-    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))
+    out.view(ranks, -1).copy_(shard.reshape(1, -1).expand(ranks, -1))
 
 
 def _reduce(t: Tensor, op, ranks: int) -> None:
@@ -265,7 +265,7 @@ def _run(
 
 
 def _flat(tensors: list) -> list[Tensor]:
-    return [t for each in tensors for t in ([each] if isinstance(each, Tensor) else each)]
+    return [t for item in tensors for t in ([item] if isinstance(item, Tensor) else item)]
 
 
 def _nbytes(tensors: list) -> int:
@@ -279,9 +279,9 @@ def _unboxed(group) -> ProcessGroup:
 # Here and in `_reduce_scatter` each whole tensor is one tensor, or the list of its N chunks.
 def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
-        for out, own in zip(outs, ins, strict=True):
-            whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
-            _gather(whole, own, n, r)
+        for out, shard in zip(outs, ins, strict=True):
+            whole = out if isinstance(out, Tensor) else shard.new_empty(n, *shard.shape)
+            _gather(whole, shard, n, r)
             if whole is not out:
                 for t, chunk in zip(out, whole, strict=True):
                     t.copy_(chunk)
@@ -333,20 +333,22 @@ def _gather_to(outs, ins, group, root, async_op=True, *_):
     return _run("gather", group, outs, ins, async_op, body, _unboxed(group).size() * _nbytes(ins))
 
 
-def _all_to_all(out, own, group, out_sizes, own_sizes, async_op=True, *_):
+def _all_to_all(out, outgoing, group, out_sizes, own_sizes, async_op=True, *_):
     def body(n, r):
         sizes, sent = (
-            each or [len(t) // n] * n for each, t in ((out_sizes, out), (own_sizes, own))
+            each or [len(t) // n] * n for each, t in ((out_sizes, out), (own_sizes, outgoing))
         )
-        mine = own.split(sent)[r].flatten()
+        mine = outgoing.split(sent)[r].flatten()
         for t in out.split(sizes):
             if t.numel():
                 # It owns nothing: any values of that size.
-                source = mine if len(mine) else own.flatten()
+                source = mine if len(mine) else outgoing.flatten()
                 source = source if len(source) else t.new_zeros(1)
                 t.copy_(source.repeat(-(-t.numel() // len(source)))[: t.numel()].view_as(t))
 
-    return _run("all_to_all", group, [out], [own], async_op, body, max(out.nbytes, own.nbytes))
+    return _run(
+        "all_to_all", group, [out], [outgoing], async_op, body, max(out.nbytes, outgoing.nbytes)
+    )
 
 
 def _barrier(tensor, group, device_ids, async_op=True, *_):
@@ -360,7 +362,7 @@ def _with_outputs(kernel: Callable) -> Callable:
 
 def _of_one(kernel: Callable) -> Callable:
     """For an operator of one tensor in and one out, which returns the latter beside the Work."""
-    return lambda out, own, *args: (out, kernel([out], [own], *args))
+    return lambda out, shard, *args: (out, kernel([out], [shard], *args))
 
 
 def _refuse(name: str) -> Callable:
