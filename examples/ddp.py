@@ -2,7 +2,8 @@
 gradient accumulation, clipping, a warm-up with cosine decay, an EMA of the weights, evaluation, a checkpoint, resuming.
 
     torchrun --nproc-per-node 2 examples/ddp.py [STEPS]        # a laptop's CPU, or GPUs; the same line again resumes
-"""
+
+STEPS: at most 40, the length of the schedule, which is the default."""
 
 import contextlib
 import math
@@ -51,6 +52,8 @@ def mean(value):
 
 def main():
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    if steps > STEPS:
+        sys.exit(f"STEPS {steps}: at most {STEPS}, since the learning rate is zero after that")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

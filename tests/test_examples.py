@@ -3,7 +3,9 @@
 import json
 import re
 import runpy
+import shutil
 import sys
+from difflib import SequenceMatcher
 from importlib.util import find_spec
 
 import pytest
@@ -67,6 +69,22 @@ def steps_of(printed):
     return [[float(word) for word in re.findall(r"[\d.]+", line)] for line in printed.splitlines() if "loss" in line]
 
 
+def test_each_line_of_code_of_the_port_that_differs_is_marked():
+    """As docs/tutorial.md and the file itself say."""
+    _, ours = theirs_and_ours = [path.read_text().splitlines() for path in (DDP, PORTED)]
+    equal = SequenceMatcher(None, *theirs_and_ours, autojunk=False).get_matching_blocks()
+    same = {line for block in equal for line in range(block.b, block.b + block.size)}
+    code = ours.index("import glob  # <-")  # the docstring is before it
+    differ = [line for i, line in enumerate(ours) if i >= code and i not in same and line]
+    assert 10 < len(differ) < 40 and differ == [line for line in ours[code:] if "# <-" in line]
+
+
+@pytest.mark.parametrize("script", [DDP, PORTED])
+def test_more_steps_than_the_schedule_has_are_refused(script):
+    done = ran(sys.executable, script, "41", PYTHONPATH=str(ROOT))
+    assert done.code and done.err == "STEPS 41: at most 40, since the learning rate is zero after that\n", done.err
+
+
 @pytest.mark.long
 def test_a_script_on_ddp_and_its_port_print_the_same_to_the_digit_resumed_or_not(tmp_path):
     """Accumulation, clipping, schedule, EMA, evaluation, checkpoint: docs/tutorial.md begins with these files."""
@@ -75,6 +93,10 @@ def test_a_script_on_ddp_and_its_port_print_the_same_to_the_digit_resumed_or_not
     assert [line[0] for line in lines] == [10, 20, 30, 40]
     assert lines[-1][1] < lines[0][1] - 0.5 and lines[0][3] > 1, "nothing is learnt or clipped: this proves nothing"
     assert on_two_ranks(PORTED, "25", cwd=tmp_path).splitlines()[:2] == theirs.splitlines()[:2]
+    saved = tmp_path / "runs/ddp_ported"
+    assert sorted(path.name for path in saved.iterdir()) == ["000010", "000020", "000025"]
+    # A kill in the save of step 30, when one of two ranks had written its file.
+    shutil.copytree(saved / "000020", saved / "000030", ignore=shutil.ignore_patterns(".metadata", "__1_*"))
     assert on_two_ranks(PORTED, cwd=tmp_path).splitlines() == theirs.splitlines()[2:]
 
 
