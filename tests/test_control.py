@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import module
+from harness import free_port
+from running import module, ran
 
 from trainer.distributed import control, launch
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
@@ -114,6 +115,21 @@ def test_a_signal_is_noted_where_nobody_can_be_told(stderr, monkeypatch):
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.got == signal.SIGINT
+
+
+CONNECT = """
+from types import SimpleNamespace
+from trainer.distributed.launch import connect, shutdown
+print(connect(SimpleNamespace(device="cpu", world=0, link=""), 0, 0, 1, timeout=60))
+shutdown()
+"""
+
+
+def test_a_rank_that_is_started_without_stderr_meets_the_others():
+    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    done = ran("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", CONNECT, **address, **ranks)
+    assert done.code == 0 and done.out == "cpu\n", done
 
 
 def test_ranks_that_are_restarted_see_nothing_of_those_before():

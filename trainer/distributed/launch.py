@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -157,7 +158,8 @@ def meet(rank: int, seconds: float) -> dist.Store:
 def without_stderr_of_torch() -> Iterator[None]:
     """Inside it, what torch's C++ code writes to stderr is lost: stack frames of errors that it also raises. Nothing is
     lost where TORCH_CPP_LOG_LEVEL asks for it."""
-    if os.environ.get("TORCH_CPP_LOG_LEVEL"):
+    # A process may have been started without standard error.
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") or sys.__stderr__ is None:
         yield
         return
     stderr = os.dup(2)
