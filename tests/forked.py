@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness import free_port, processes, start_server
 
@@ -48,6 +49,8 @@ def _rank(
         main.Run.evaluate = lambda run: None
     if "SLOW" in env and env["SLOW"].startswith(f"{rank}:"):
         _slow_down(Batches, float(env["SLOW"].partition(":")[2]))
+    if "TRACKER_ENDS_IN" in env:
+        _end_slowly(float(env["TRACKER_ENDS_IN"]))
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
     with planting(env["FAULT"]) if "FAULT" in env else nullcontext():
@@ -72,6 +75,16 @@ def _slow_down(batches: type, seconds: float) -> None:
     batches.__next__ = give
 
 
+def _end_slowly(seconds: float) -> None:
+    """Replaces TensorBoard by a tracker whose end takes so long."""
+    from trainer import trackers
+
+    nothing = lambda *_: None  # noqa: E731
+    tracker = SimpleNamespace(id="id", place="nowhere", first_step=0, log=nothing, summarize=nothing)
+    tracker.finish = lambda: time.sleep(seconds)
+    trackers.KINDS["tensorboard"] = lambda *_: tracker
+
+
 def _record(batches: type, path: str) -> None:
     """Makes `batches` write a line for each sample that it gives: its number, a hash of its tokens and targets."""
     ask = batches.__next__
@@ -93,7 +106,8 @@ class Job:
     error, if it is to be apart from `log`. cwd: where the ranks run. env: of the ranks;
     ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
     weights; EVALUATE_ON_0: these do not evaluate; FAULT: planted in the run, as tests/planted.py says;
-    SLOW: "rank:seconds" of CPU time by which each step of a rank takes longer."""
+    SLOW: "rank:seconds" of CPU time by which each step of a rank takes longer; TRACKER_ENDS_IN: seconds that the end of
+    a stand-in for TensorBoard takes."""
 
     def __init__(
         self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,

@@ -12,8 +12,10 @@ import json
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import Job
@@ -238,8 +240,8 @@ class Odd:
 def test_a_tracker_that_fails_or_hangs_costs_one_warning_and_others_go_on(tmp_path, capsys, monkeypatch, fails, how):
     odd, sound = Odd(fails, how), Odd("never", "")
     monkeypatch.setattr(trackers, "KINDS", dict(trackio=odd, tensorboard=sound))
-    monkeypatch.setattr(trackers, "START_S", -9.5)  # and 10 more
-    monkeypatch.setattr(trackers, "FINISH_S", -9.5)
+    monkeypatch.setattr(trackers, "START_S", 0.5)
+    monkeypatch.setattr(trackers, "FINISH_S", 0.5)
     run = Sinks(tmp_path / "rows.jsonl", TrackerOptions(("trackio", "tensorboard", "trackio")), stream=io.StringIO())
     for k in (1, 2):
         run.step({"step": k, **STEP})
@@ -250,6 +252,68 @@ def test_a_tracker_that_fails_or_hangs_costs_one_warning_and_others_go_on(tmp_pa
     assert len(warned) == (fails != "never")
     assert all(line.startswith("warning: trackio: ") and line.endswith("; the run goes on") for line in warned), warned
     assert len(rows_of(run.steps)) == 2 and len(rows_of(tmp_path / "rows.jsonl")) == 1
+
+
+def test_trackers_that_hang_at_the_end_are_waited_for_together(tmp_path, capsys, monkeypatch):
+    """torchrun kills 30 s after a signal."""
+    assert trackers.FINISH_S <= 10
+    monkeypatch.setattr(trackers, "KINDS", {kind: Odd("finish", "hangs") for kind in trackers.KINDS})
+    monkeypatch.setattr(trackers, "FINISH_S", 1)
+    run = Sinks(tmp_path / "rows.jsonl", TrackerOptions(tuple(trackers.KINDS)), stream=io.StringIO())
+    begin = time.monotonic()
+    run.close()
+    assert time.monotonic() - begin < 2
+    assert len(warnings_of(capsys)) == 3
+
+
+@pytest.mark.parametrize("slow", ["init", "finish"])
+def test_a_slow_trackio_swallows_no_line_of_the_run_but_its_own(trains, monkeypatch, slow):
+    """What mutes trackio must not mute the main thread, which goes on without it."""
+    release = threading.Event()
+
+    def act(name):
+        print("a line of trackio")
+        if name == slow:
+            release.wait(60)
+            print("another line of trackio")
+
+    def init(**_):
+        act("init")
+        return SimpleNamespace(config={}, log=lambda *_, **__: None, finish=lambda: act("finish"))
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    monkeypatch.setattr(trackers, "START_S", 0.5)
+    monkeypatch.setattr(trackers, "FINISH_S", 0.5)
+    before = sys.stdout
+    try:
+        done = trains("--tracker", "trackio", "--log-every", 1)
+    finally:
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "tracker":
+                thread.join()
+    assert sys.stdout is before
+    assert "no answer for 0.5 s" in done.err
+    heads = [line.split()[0] for line in done.out.splitlines() if line.strip()]
+    assert {"attention:", "row", "outcome", "draw"} <= {*heads} and heads.count("step") >= 6, done.out
+    assert "line of trackio" not in done.out
+
+
+@pytest.mark.long
+def test_a_slow_tracker_is_no_hang_of_a_run_that_is_done(tmp_path):
+    """Rank 0 waits for its tracker and rank 1 for rank 0, both for longer than --timeout."""
+    flags = [*TINY, "--tracker", "tensorboard", "--timeout", "2", "--results", tmp_path / "rows.jsonl"]
+    job = Job(2, flags, tmp_path / "log", TRACKER_ENDS_IN="5")
+    assert job.wait(60) == [0, 0], (tmp_path / "log").read_text()
+    assert "no progress" not in (tmp_path / "log").read_text()
+
+
+def test_wandb_that_the_environment_disables_is_off_without_a_word(tmp_path, capsys, environ, wandb):
+    environ(WANDB_MODE="disabled")
+    Sinks(tmp_path / "rows.jsonl", TrackerOptions(("wandb",)), stream=io.StringIO()).close()
+    assert not warnings_of(capsys) and not hasattr(wandb, "named")
+    Sinks(tmp_path / "rows.jsonl", online(), stream=io.StringIO()).close()
+    assert not warnings_of(capsys) and wandb.named, "the flag goes before the environment"
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(tmp_path, capsys, monkeypatch):

@@ -55,7 +55,7 @@ from trainer.step import LanguageModel, Step, check_mode, parameter_norms
 from trainer.summary import doing, facts, figures, header, row
 from trainer.terminal.output import fail, tell
 from trainer.terminal.progress import Progress
-from trainer.trackers import TrackerOptions
+from trainer.trackers import FINISH_S, TrackerOptions
 
 
 class Run:
@@ -146,14 +146,17 @@ class Run:
         result = row(self, self.outcome)
         self.sinks.row(result)
         self.watchdog.on_end = lambda outcome: None
+        if not self.code:
+            lines = self.stages.lines() if self.config.verbose else []
+            profile = self.measured.profile
+            lines += [*self.measured.explanation, *profile.notes, *profile.paths, *self.sampled]
+            lines += [*final_lines(result, WARMUP), *self.left()]
+            self.say("\n".join(lines))
+        # Rank 0 waits for its trackers, and the other ranks for rank 0, which is no hang.
+        if self.watchdog.limit:
+            self.watchdog.limit += FINISH_S
+        self.watchdog.beat(self.state.step, "end")
         self.sinks.close()
-        if self.code:
-            return
-        lines = self.stages.lines() if self.config.verbose else []
-        profile = self.measured.profile
-        lines += [*self.measured.explanation, *profile.notes, *profile.paths, *self.sampled]
-        lines += [*final_lines(result, WARMUP), *self.left()]
-        self.say("\n".join(lines))
 
     def left(self) -> list[str]:
         # Without torchrun the variable may be left from another run, and mean nothing.

@@ -13,7 +13,6 @@ What a kill loses (SIGKILL, or a second Ctrl-C; after a first signal the run end
 W&B the last 11 to 16 s of rows, trackio the last half second, TensorBoard and the JSONL files nothing.
 """
 
-import io
 import os
 import sys
 import threading
@@ -23,13 +22,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from trainer.terminal.output import tell
 from trainer.terminal.text import one_line
 
 PROJECT = "simple-fsdp-trainer"
-START_S, FINISH_S = 20, 30  # that a run waits for a tracker; their own limits are minutes or none
+# That a run waits for each tracker at its start, and for all of them at its end: launchers kill 30 s after a signal.
+# The trackers' own limits are minutes or none.
+START_S, FINISH_S = 30, 9
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class WandB:
     def __init__(self, options: TrackerOptions, config: dict, folder: Path, run_name: str):
         import wandb
 
-        limits = {"init_timeout": START_S, "login_timeout": START_S, "finish_timeout": FINISH_S}
+        limits = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": FINISH_S - 1}
         # What W&B would add is the host, the user, the git remote, the command and paths; what matters is in the row.
         private = {
             "host": "",
@@ -134,7 +135,7 @@ class Trackio:
         resume = "allow" if "trackio" in options.ids else "never"
         # Its threads would log the load of the machine every 10 s, which other programs share.
         usage = dict(auto_log_cpu=False, auto_log_gpu=False)
-        with redirect_stdout(io.StringIO()):
+        with muted_thread():
             self.run = trackio.init(
                 project=project,
                 name=name,
@@ -161,7 +162,7 @@ class Trackio:
         self.run.log({f"row/{name}": texts[name] for name in texts}, step=self.last_step)
 
     def finish(self) -> None:
-        with redirect_stdout(io.StringIO()):
+        with muted_thread():
             self.run.finish()
 
 
@@ -247,9 +248,14 @@ class Trackers:
         self.running: dict[str, Tracker] = {}
         self.ids = dict(options.ids)
         self.places: dict[str, str] = {}
-        for kind in dict.fromkeys(options.kinds):
+        kinds = dict.fromkeys(options.kinds)
+        # W&B's own word for a run that logs nothing.
+        if options.wandb_mode is None and os.environ.get("WANDB_MODE") == "disabled":
+            kinds.pop("wandb", None)
+        for kind in kinds:
             make = partial(KINDS[kind], options, config, folder, run_name)
-            tracker = self._call(kind, partial(within, START_S + 10, make))
+            wait = self._call(kind, partial(background, make))
+            tracker = wait and self._call(kind, partial(wait, time.monotonic() + START_S))
             if tracker is not None:
                 self.running[kind] = tracker
                 self.ids[kind] = tracker.id
@@ -276,11 +282,16 @@ class Trackers:
             self._call("wandb", partial(tracker.log_table, name, columns, data))
 
     def finish(self) -> None:
-        """Ends them; a second call does nothing."""
+        """Ends them, all at once, in FINISH_S; a second call does nothing."""
         running = self.running
         self.running = {}
-        for kind, tracker in running.items():
-            self._call(kind, partial(within, FINISH_S + 10, tracker.finish))
+        until = time.monotonic() + FINISH_S
+        waits = {
+            kind: self._call(kind, partial(background, running[kind].finish)) for kind in running
+        }
+        for kind, wait in waits.items():
+            if wait is not None:
+                self._call(kind, partial(wait, until))
 
     def _call(self, kind: str, action: Callable[[], Any]) -> Any:
         try:
@@ -294,9 +305,11 @@ class Trackers:
             return None
 
 
-def within(seconds: float, action: Callable[[], Any]) -> Any:
-    """What `action` returns or raises. TimeoutError if it takes longer; its thread is then left alone."""
+def background(action: Callable[[], Any]) -> Callable[[float], Any]:
+    """Starts an action in a thread of its own. What this returns waits for it until a time of time.monotonic, and
+    returns or raises what it does; TimeoutError if it takes longer: its thread is then left alone."""
     ended = []
+    start = time.monotonic()
 
     def work() -> None:
         try:
@@ -304,12 +317,38 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
         except Exception as error:
             ended.append((None, error))
 
+    def wait(until: float) -> Any:
+        thread.join(max(0, until - time.monotonic()))
+        if not ended:
+            raise TimeoutError(f"no answer for {time.monotonic() - start:.2g} s")
+        value, error = ended[0]
+        if error is not None:
+            raise error
+        return value
+
     thread = threading.Thread(target=work, name="tracker", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise TimeoutError(f"no answer for {seconds:g} s")
-    value, error = ended[0]
-    if error is not None:
-        raise error
-    return value
+    return wait
+
+
+def muted_thread() -> redirect_stdout:
+    """Inside it, what this thread prints is lost. The other threads print as ever, since the main thread goes on when
+    it has waited long enough for this one."""
+    # A process may have been started without standard output.
+    return redirect_stdout(sys.stdout and _OfOtherThreads(sys.stdout))
+
+
+class _OfOtherThreads:
+    """A stream without what the thread prints that has made this."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.thread:
+            return len(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
