@@ -139,7 +139,7 @@ def test_a_completion_of_messages_is_learned_alone(batches, tokenizer):
     ("%[INST]{{ m.content }}%", "around message 4"),
     ("%{{ m.content + '\n' }}%", "a special token at the end of each"),
     ("%{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}%", "a special token at the end of each"),
-    ("%{% generation %}{% endgeneration %}{{ m.content }}%", "learned tokens, found none"),
+    ("%{% generation %}{% endgeneration %}{{ m.content }}%", "tokens to train on, found none"),
     ("{{ messages | length }}%{{ m.content + eos_token }}%", "before or around message"),
 ])  # fmt: skip
 def test_a_template_of_which_the_answers_cannot_be_told_is_refused(batches, template, found):
@@ -165,7 +165,7 @@ def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     template += PROMPT.replace("%s", prompt)
     line = dict(messages=TURNS[:2])
-    words = f"line 1: expected an answer that begins as the generation {words}.*; {re.escape(fix)}"
+    words = f"line 1: expected an answer that begins like the generation {words}.*; {re.escape(fix)}"
     refuse(words, batches, [line], template)
     if "kwargs" in fix:
         batches([line | dict(chat_template_kwargs=dict(enable_thinking=False))], template)
@@ -195,7 +195,7 @@ def test_a_family_whose_own_template_is_refused_is_trained_with_one_of_ours(batc
                        dict(chat_template=each, bos_token="<s>"), add_generation_prompt=True)[0]
                 for each in (own, made.chat_template)]  # fmt: skip
         assert both[0] == both[1]
-    with pytest.raises(ValueError, match=f"--template {name}: the model's own template has no "):
+    with pytest.raises(ValueError, match=f"--template {name}: needs a model whose own template has "):
         replace_template(tokenizer("qwen2.5"), name)
 
 
@@ -247,7 +247,7 @@ BAD = {
     "mixed": (dict(prompt="a", completion=[TURNS[1]]), "found prompt, completion"),
     "messages empty": (dict(messages=[]), "messages, a list of"),
     "roles of a template": (dict(messages=[TURNS[0], dict(role="tool", content="a"), TURNS[1]]), "no results here"),
-    "role": (line(role="gpt"), "a role of system, .*, found 'gpt' in message 2"),
+    "role": (line(role="gpt"), "one of the roles system, .*, found 'gpt' in message 2"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
     "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found dict in content"),
     "part with more": (line(content=[dict(text="a", alt="b")]), "text parts, as content, found dict in content in mes"),
@@ -256,21 +256,24 @@ BAD = {
     "special token": (line(content="a<|im_end|>b"), r"special tokens, found <\|im_end\|> in message 2"),
     "weight": (line(weight=0.5), r"weight 0 or 1, train true or false, found \[0.5\] in message 2"),
     "flags that differ": (line(weight=1, train=False), r"found \[1, False\] in message 2"),
-    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "does not say, found 1 in message 1"),
-    "nothing to learn": (line(weight=0), r"an answer \(role assistant\) that is learned, found none"),
-    "tools": (dict(messages=TURNS, tools=[dict(name="f")]), "what the chat template knows, found tools"),
-    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools, a list of objects or its JSON, found none or"),
-    "tools not JSON": (dict(messages=TURNS, tools="f"), "tools, a list of objects or its JSON, found Expecting value"),
+    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]),
+                         "weight 1 only in messages of the assistant, found 1 in message 1"),
+    "nothing to learn": (line(weight=0), r"an answer \(role assistant\) to train on, found none"),
+    "tools": (dict(messages=TURNS, tools=[dict(name="f")]), "arguments that the chat template uses, found tools"),
+    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools as a list of objects or as JSON, found a list with"),
+    "tools not JSON": (dict(messages=TURNS, tools="f"), "tools as a list of objects or as JSON, found Expecting value"),
     "tool calls": (line(content="", tool_calls=[dict(name="f")]), "renders all texts, found no 'f' of the tool_calls"),
     "arguments": (line(tool_calls=[dict(function=dict(name="f", arguments="a"))]), "arguments of a tool call in mess"),
     "list of arguments": (line(tool_calls=[dict(arguments="[1]")]), "arguments of a tool call .*, found list"),
-    "function": (line(tool_calls=[dict(function="f")]), "function of a tool call, an object, found str in message 2"),
-    "template arguments": (dict(messages=TURNS, chat_template_kwargs=dict(think=True)), "template knows, found think"),
-    "other arguments": (dict(messages=TURNS, chat_template_kwargs=[1]), "chat_template_kwargs, an object, found list"),
-    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\) that is learned, found none"),
-    "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found UndefinedError"),
-    "text empty": (dict(text=""), "text to learn, found empty content"),
-    "text a number": (dict(text=3), "text to learn, found int"),
+    "function": (line(tool_calls=[dict(function="f")]), "an object as function of a tool call, found str in message 2"),
+    "template arguments": (dict(messages=TURNS, chat_template_kwargs=dict(think=True)),
+                           "template uses, found think, which it does not use"),
+    "other arguments": (dict(messages=TURNS, chat_template_kwargs=[1]),
+                        "chat_template_kwargs as an object, found list"),
+    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\) to train on, found none"),
+    "answer first": (dict(messages=TURNS[1:2]), "messages that the chat template accepts, found UndefinedError"),
+    "text empty": (dict(text=""), "text to train on, found empty content"),
+    "text a number": (dict(text=3), "text to train on, found int"),
 }
 
 

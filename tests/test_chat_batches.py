@@ -94,12 +94,13 @@ def test_examples_are_cut_to_the_row_and_dropped_without_a_label_and_counted(bat
     lines = [*chats(3), dict(prompt="long " * 100, completion="yes"), dict(text="long " * 100)]
     whole, stream = batches(lines, seqlen=600), batches(lines, seqlen=80)
     assert "5 examples; 5 to train on" in whole.description
-    assert "5 examples, 2 cut to 81 tokens, 1 dropped for want of a label; 4 to train on" in stream.description
+    assert "5 examples, 2 cut to 81 tokens, 1 without a token to train on; 4 to train on" in stream.description
     ids, learned = whole.example(4)
     assert [each.tolist() for each in stream.example(3)] == [ids[:81].tolist(), learned[:81].tolist()]
     found = [next(stream) for _ in range(4)]
     assert sum(int((targets != IGNORE).sum()) for _, targets, _ in found) == stream.labels
-    refuse("an example with a label, found .*1 cut to 41 .*1 dropped.*; raise --seqlen", batches, lines[3:4], seqlen=40)
+    words = "an example with a token to train on, found .*1 cut to 41 .*1 without a token.*; raise --seqlen"
+    refuse(words, batches, lines[3:4], seqlen=40)
 
 
 @pytest.mark.parametrize("pad", PADS)
@@ -125,7 +126,7 @@ def test_examples_of_one_line_that_begin_alike_share_their_beginnings_in_packed_
         expected = pairs(apart, apart.epoch_samples)
         assert pairs(shared, shared.epoch_samples) == expected and len(expected) == apart.labels == shared.labels
         assert shared.tokens < apart.tokens and shared.epoch_samples < apart.epoch_samples
-        saved = int(re.search("; ([0-9']*) tokens stand once for several", shared.description)[1].replace("'", ""))
+        saved = int(re.search("; ([0-9']*) tokens are shared by several", shared.description)[1].replace("'", ""))
         assert saved == apart.tokens - shared.tokens and apart.fingerprint != shared.fingerprint
         assert "stand once" not in apart.description
 
@@ -243,7 +244,7 @@ def test_a_line_is_never_on_both_sides(batches):
     lines = [*chats(5), dict(messages=TURNS)]
     stream = batches(lines, "qwen3", hold_out=True)  # the last line is two examples
     assert "7 examples" in stream.description and "5 to train on" in stream.description and len(stream.held) == 2
-    refuse("two lines with a label", batches, lines[-1:], "qwen3", hold_out=True)
+    refuse("two lines to train on, of which one is held out, found one", batches, lines[-1:], "qwen3", hold_out=True)
 
 
 def test_a_second_source_is_held_out(batches, tokenizer, tmp_path):

@@ -72,7 +72,7 @@ def test_an_answer_begins_after_the_tokens_of_its_prompt_whatever_stands_there(b
         across = any(whole[: len(prompt)] != prompt for prompt in prompts)
         merged, natural = merged + across, natural + (not across)
         assert across or ids[begin:].tolist() == whole
-        assert stream.preview(0, False).endswith("start of an answer, which is cut there") == across
+        assert stream.preview(0, False).endswith("start of an answer; it is split there") == across
         assert ("1 with tokens across the start of an answer, cut there" in stream.description) == across
 
 
@@ -85,6 +85,6 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_not_cut(batches, toke
     made.backend_tokenizer.train_from_iterator(["answer"] * 9, trained)
     line = dict(prompt=prompt, completion="swer")
     if refused:
-        refuse("a tokenizer that can go on within a text, found one that cannot", batches, [line], made=made)
+        refuse("a tokenizer that can encode a text in parts, found one that puts a space", batches, [line], made=made)
     else:  # no token lies across
         assert "an [[swer" in batches([line], made=made).preview(0, False)

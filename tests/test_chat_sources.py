@@ -168,7 +168,7 @@ def test_a_column_that_cannot_be_read_is_named_with_its_type(kind, tokenizer, tm
         "list view": (pyarrow.array([[1]], pyarrow.list_view(pyarrow.int64())), "more of type list_view<"),
     }[kind]  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table(dict(text=["x"], more=column)), tmp_path / "a.parquet")
-    words = rf"a.parquet: expected columns that datasets reads, found {expected}.*; leave the column out, or save it as"
+    words = rf"a.parquet: expected columns that datasets can read, found {expected}.*; leave the column out, or save"
     refuse(words, batches_of, str(tmp_path / "a.parquet"), tokenizer, tmp_path)
 
 
@@ -212,7 +212,7 @@ FOLDERS = [  # files with what is in them, and what is said
     (dict(a=".jsonl", c=".parquet"), r"files of one kind, found .jsonl and .parquet; name a pattern in --data"),
     ({"train-0": ".jsonl", "sub/test-0": ".jsonl"}, r"of one split, found test and train; .*/\*\*/train\*.jsonl"),
     ({"dataset_dict": ".json", "train/a": ".arrow", "test/a": ".arrow"}, "found the splits test, train; name one of"),
-    (dict(state=".json", dataset_info=".json"), "state.json: expected what datasets saves, found KeyError"),
+    (dict(state=".json", dataset_info=".json"), "state.json: expected a file that datasets saved, found KeyError"),
 ]
 
 
@@ -268,12 +268,14 @@ def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
     assert weighted(["a", "b:c"]) == [("a", None), ("b:c", None)]
     assert weighted(["a:2", "b:0.5"]) == [("a", 2.0), ("b", 0.5)]
     a, b = (write_data(tmp_path / f"{n}.jsonl", 8) for n in "ab")
-    for words, said in (([f"{a}:0.5", b], f"--data {b}: has no weight, as others have; give each one ({b}:0.5)"),
+    bare = f"--data {b}: has no weight, but others have one; give each source a weight ({b}:0.5)"
+    for words, said in (([f"{a}:0.5", b], bare),
                         ([f"{a}:-1"], f"--data {a}:-1: a weight must be a positive number"),
                         ([f"{a}:nan"], "a weight must be a positive number"),
                         ([f"{a}:99", f"{b}:0.01"], f"--data {b}: gives none of the 16 rows of an epoch; raise its")):
         refused(2, said, tune("--steps", 1, "--data", *words))
-    refuse("each file once, found one twice", batches_of, [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
+    twice = [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"]
+    refuse("each file once, found one file twice", batches_of, twice, tokenizer, tmp_path)
 
 
 @pytest.mark.long
@@ -321,10 +323,10 @@ def test_columns_of_other_programs_are_read_and_it_is_said(kind):
 
 
 UNREAD = [
-    ("auto", {}, dict(conversations=[{"from": "narrator", "value": "a"}]), "a role of human", "'narrator' in"),
+    ("auto", {}, dict(conversations=[{"from": "narrator", "value": "a"}]), "one of the roles human", "'narrator' in"),
     ("auto", {}, dict(conversations=[SHARED[0], {"from": "gpt"}]), "from and value in each message", "in message 2"),
     ("auto", {}, dict(conversations="no JSON"), "conversations, a list of messages", "Expecting value"),
-    ("auto", {}, dict(conversations={"from": "gpt"}), "conversations, a list of messages", "something else"),
+    ("auto", {}, dict(conversations={"from": "gpt"}), "conversations, a list of messages", "dict"),
     ("auto", dict(output="r"), dict(instruction="a"), "the column r of --columns", "instruction"),
     ("alpaca", {}, dict(instruction="a"), "instruction and output (--format alpaca)", "no output"),
     ("auto", {}, dict(instruction=["a"], output="b"), "instruction and input as text", "list"),

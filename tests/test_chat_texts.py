@@ -94,7 +94,7 @@ DROPPED = [
     ("no developer", [dict(role="developer", content="a"), USER, ANSWER], "no 'a' of the content in message 1 (dev"),
     ("no developer", [dict(role="developer", content="user"), USER, ANSWER], "no 'user' of the content in message 1"),
     ("content alone", [USER, ANSWER | dict(reasoning_content="Hm.")], "no 'Hm.' of the reasoning_content in message 2"),
-    ("content alone", [USER | dict(name="Bob"), ANSWER], "no 'Bob' of the name in message 1 (user); give it a role"),
+    ("content alone", [USER | dict(name="Bob"), ANSWER], "no 'Bob' of the name in message 1 (user); use a role"),
     ("content alone", [USER, called(), dict(role="tool", content="Sun."), ANSWER], "of the tool_calls in message 2"),
     ("no thoughts", [USER, ANSWER | dict(content="<think>\nHm.\n</think>\n\nFour.")], "no '<think>' of the content"),
     ("short", [USER, ANSWER], "no 'What is two and two?' of the content in message 1 (user)"),
@@ -169,7 +169,7 @@ def test_template_arguments_of_a_line_go_before_those_of_the_flag(batches, token
         stream = batches(lines, template, template_args=arguments)
         assert [stream.preview(i, False).split("|")[0] for i in range(2)] == found
     for wrong in (dict(tone="a"), dict(messages=[])):
-        refuse(f"expected what the chat template knows, found {[*wrong][0]}, which",
+        refuse(f"expected arguments that the chat template uses, found {[*wrong][0]}, which",
             batches, lines, template, template_args=wrong)
 
 
@@ -198,17 +198,17 @@ def test_a_system_beside_messages_is_their_first_message(batches):
     for changes in ({}, dict(format="messages")):
         other = batches([dict(messages=TURNS, system="Be terse.")], **changes)
         assert other.fingerprint == plain.fingerprint and "'system' beside" not in other.description
-    refuse("one system message, found system beside messages", batches,
+    refuse("one system message, found the key system, and messages", batches,
         [dict(messages=[first, *TURNS], system="Be kind.")])  # fmt: skip
 
 
 OTHERS_KEYS = [  # key, value that is refused, values with which nothing changes, words
-    ("label", False, [True, None, 0, "good"], "KTO's label of an answer.*, found label false"),
+    ("label", False, [True, None, 0, "good"], "label true, which KTO gives to .*, found label false"),
     ("kto_tag", False, [True], "found kto_tag false"),
     ("weight", 0.5, [1, 1.0, "heavy"], "put weight 0 or 1 into messages"),
     ("train", False, [True], "put train: false into messages"),
     ("functions", [dict(name="f")], [[]], "add --columns tools=functions"),
-    ("documents", [dict(text="a")], [None], "write them into one"),
+    ("documents", [dict(text="a")], [None], "write them into a message"),
     ("images", ["a.png"], [[]], 'without images, found images ."a.png'),
     ("videos", ["a"], [None], "without videos"), ("audios", ["a"], [None], "without sounds"),
     ("image", dict(path="a.png"), [None], "without images, found image "), ("video", "a", [None], "without videos"),

@@ -175,7 +175,8 @@ def test_every_class_that_is_given_shared_beginnings_computes_what_it_does_with_
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "how", "said"), [
-    ("bert", dict(is_decoder=False), "its tokens see later ones, which they shall predict; use a causal model (some "),
+    ("bert", dict(is_decoder=False),
+     "its tokens attend to later ones, which they should predict; use a causal model (some "),
     ("reformer", dict(vocab_size=400), "ReformerModelWithLMHead: its code does not run here; use another model ("),
     ("rwkv", {}, "RwkvForCausalLM: its code does not work with sharded parameters; use another model ("),
 ])  # fmt: skip
@@ -186,7 +187,7 @@ def test_a_class_that_cannot_be_trained_is_refused_in_one_line(family, how, said
 @pytest.mark.long
 def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
     folder = saved("hrm_text", tmp_path / "model")
-    refused(4, "gqkv_proj.weight is made of several tensors, which cannot be written",
+    refused(4, "gqkv_proj.weight cannot be split into the tensors of the files",
         tune("--steps", 1, "--export", "out", model=folder))
 
 

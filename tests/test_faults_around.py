@@ -84,7 +84,7 @@ def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, m
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert tokens(tmp_path, tokenizer("qwen2.5"))
     assert not (tmp_path / "~").exists()
-    assert "no home is known; set HOME or XDG_CACHE_HOME" in capsys.readouterr().out
+    assert "the home directory is not known; set HOME or XDG_CACHE_HOME" in capsys.readouterr().out
 
 
 def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, capsys):
@@ -98,7 +98,7 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     shutil.rmtree(first)
     shutil.copytree(second, first)
     assert tokens(tmp_path, one, cache=str(cache)) == right
-    assert "is made again" in capsys.readouterr().out
+    assert "is built again" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -117,14 +117,14 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
 
     monkeypatch.setattr(chat.ChatBatches, "__next__", shrink)
     done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
-    fails(done, 3, "the file has shrunk: the same command makes it again")
+    fails(done, 3, "the file has shrunk: run the same command again")
     (step,) = (tmp_path / "run").glob("step-*")
     assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err
     assert done.steps[-1]["step"] == int(step.name[5:])
     monkeypatch.setattr(chat.ChatBatches, "__next__", real)
     again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
     assert again.code == 0
-    assert "is damaged and is made again" in again.out
+    assert "is damaged and is built again" in again.out
 
 
 OVERWRITTEN = {  # what is in place of a table's bytes, in as many
@@ -155,14 +155,14 @@ def test_a_cache_that_is_written_over_while_it_is_read_exits_3_after_saving(kind
 
     monkeypatch.setattr(chat.ChatBatches, "__next__", overwrite)
     done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
-    fails(done, 3, "expected the tokens of the start, found others; the file was written over: the same command")
+    fails(done, 3, "expected the tokens of when the run began, found other tokens; the file was overwritten: run")
     (step,) = (tmp_path / "run").glob("step-*")
     assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err
     assert done.steps[-1]["step"] == int(step.name[5:])
     monkeypatch.setattr(chat.ChatBatches, "__next__", real)
     again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
     assert again.code == 0
-    assert "is damaged and is made again" in again.out
+    assert "is damaged and is built again" in again.out
 
 
 def test_a_table_that_shrinks_while_it_is_read_is_read_from_its_copy(tmp_path):
@@ -217,7 +217,8 @@ def test_a_full_disk_under_the_token_cache_is_told_by_its_folder(rows, mounted, 
     with pytest.raises(DataError) as error:
         examples.tokenised([path], tokenizer("qwen2.5"), examples.Rules(), cache=str(small / "cache"))
     told = str(error.value)
-    assert re.match(f"{small}/cache/chat-.*: expected room for .*No space left on device; free some, or", told), told
+    expected = f"{small}/cache/chat-.*: expected room for .*No space left on device; free some space, or"
+    assert re.match(expected, told), told
 
 
 @pytest.mark.parametrize("errors", ["stop", "warn"])
@@ -265,7 +266,7 @@ def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
 def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(full, tune):
     for argv in (["--export", full / "out"], ["--prepared", full / "prepared"]):
         done = tune("--steps", 1, *argv)
-        assert done.code == 4 and "No space left on device" in done.err and "another start" not in done.out, done.err
+        assert done.code == 4 and "No space left on device" in done.err and "another run" not in done.out, done.err
 
 
 def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train, tmp_path):

@@ -123,7 +123,7 @@ def test_a_run_learns_saves_resumes_bit_equal_and_exports(tune, qwen, tmp_path, 
     # One of 64 is held out.
     assert row["eval_examples"] == 1 and f"perplexity {row['eval_ppl']:.3f}, of 1 example, after step 8" in whole.out
     assert row["flags"]["model"] == "qwen" and row["depth"] == 2 and row["flags"]["effective_batch"] == 4
-    assert "26 tensors of bfloat16, each rank its rows" in whole.out
+    assert "26 tensors of bfloat16; each rank read its rows" in whole.out
     os.makedirs("b")
     shutil.copytree("a/step-00000004", "b/step-00000004")
     again = fine(tune(*usual, "--save", "b", "--export", "again"))
@@ -175,7 +175,8 @@ def test_a_link_out_of_the_models_folder_is_not_copied_into_an_export(tune, qwen
     for name in ("NOTICE", "additional_chat_templates/secret"):
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).symlink_to(tmp_path / "secret")
-        refused(3, f"{model / name}: is a link out of its folder", tune("--steps", 1, "--export", "never", model=model))
+        words = f"{model / name}: is a link to a file outside of its folder"
+        refused(3, words, tune("--steps", 1, "--export", "never", model=model))
         assert later(capfd, "a", "never", "--model", model).code == 3
         assert not [each for each in os.listdir() if each.startswith("never")]
         (model / name).unlink()
@@ -186,7 +187,7 @@ def test_a_link_out_of_the_models_folder_is_not_copied_into_an_export(tune, qwen
 
 @pytest.mark.long
 def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
-    argv, there = ("--steps", 2, "--save", "a", "--export", "out"), "--export out: is there already; name a new folder"
+    argv, there = ("--steps", 2, "--save", "a", "--export", "out"), "--export out: already exists; name a new folder"
     with monkeypatch.context() as patch:
         patch.setattr(export.weights, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         for _ in range(2):  # after training, and again
@@ -272,7 +273,7 @@ def test_longrope_chooses_its_factors_by_the_examples_and_not_by_their_padding(t
     long = model(ids, ids, position_ids=torch.arange(12)[None] + 30)  # what a row with padding had
     assert abs(long - model(ids, ids)) > 0.01
     argv = ["--model", str(folder), "--data", "x", "--cuda-graph", "--seqlen", "48", "--device", "cuda"]
-    with pytest.raises(ValueError, match="--cuda-graph: takes no positions, .* use --seqlen 32"):
+    with pytest.raises(ValueError, match="--cuda-graph: cannot choose between longrope's .* use --seqlen 32 or less"):
         open_model(flags.resolve(config.parse(argv), "cuda", 1))
 
 
@@ -328,7 +329,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
     rows = int(re.search(r"in (\d+) rows of 512", packed.out)[1])
     packed = tune(*usual, rows, "--pad", "pack", *more, **how)
     assert rows < 9 and "10 examples" in apart.out and "3 split, as the template rewrites answers" in apart.out
-    assert ("tokens stand once for several examples" in packed.out) == (kind != "mistral")  # which has sliding windows
+    assert ("tokens are shared by several examples" in packed.out) == (kind != "mistral")  # which has sliding windows
     assert "tok_s" in packed.steps[0] and "tok_s" not in apart.steps[0]  # whose rows have different lengths
     for one, other in zip(apart.steps, packed.steps, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -360,9 +361,10 @@ def test_a_prepared_model_is_loaded_the_second_time_and_refused_for_another(tune
     max(state.values(), key=lambda t: t.nbytes).view(-1)[2048:] = 0  # all of a tensor in bf16 but its first 4096 bytes
     save_file(state, other / "model.safetensors")
     assert load.weights.glimpse(f"{other}/model.safetensors") != load.weights.glimpse(f"{qwen}/model.safetensors")
-    refused(4, "--prepared ready: was made of another --model", tune("--steps", 2, "--prepared", "ready", model=other))
+    words = "--prepared ready: was made from another --model"
+    refused(4, words, tune("--steps", 2, "--prepared", "ready", model=other))
     (tmp_path / "ready/step-00000000/__0_0.distcp").write_bytes(b"")
-    refused(4, "delete step-00000000 in it to make it again", tune("--steps", 2, "--prepared", "ready"))
+    refused(4, "delete step-00000000 in it to build it again", tune("--steps", 2, "--prepared", "ready"))
 
 
 @pytest.mark.long
@@ -383,7 +385,7 @@ def test_a_start_goes_on_where_another_one_prepares_the_model_meanwhile(when, tu
 
     monkeypatch.setattr(load, "take", take)
     done = fine(tune("--steps", 1, "--prepared", "ready"))
-    assert f"not saved, another start {'is' if when == 'saving' else 'has'} sav" in done.out
+    assert f"not saved, another run {'is' if when == 'saving' else 'has'} sav" in done.out
 
 
 def test_random_weights_need_no_files_of_weights_and_an_export_is_that_of_the_config(tune, qwen, tmp_path):
@@ -418,7 +420,7 @@ def test_noise_of_the_config_is_off_and_said(tune, tmp_path):
 def test_a_model_that_cannot_be_trained_so_is_refused_before_the_first_step(kind, tune, tmp_path):
     folder = write_model(tmp_path / "m", kind)
     done = tune("--steps", 1, "--pad", "pack", *["--random"] * (kind == "mamba"), model=folder)
-    apart = "does not keep apart the examples of a row; use --pad longest"
+    apart = "lets examples of one row attend to each other; use --pad longest"
     refused(3, "with sharded" if kind == "mamba" else apart, done)
     assert not done.steps
 

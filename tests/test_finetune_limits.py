@@ -104,17 +104,18 @@ def with_a_deep_index(folder):
 UP = "model.layers.1.mlp.up_proj.weight"
 FOLDERS = [  # what is done to a good folder, the exit code, what the message names
     (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
-    (lambda f: os.rename(f / "config.json", f / "adapter_config.json"), 3, ["found adapters", "export with --merge"]),
-    (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
-    (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
+    (lambda f: os.rename(f / "config.json", f / "adapter_config.json"), 3,
+     ["found adapters", "export it again with --merge"]),
+    (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "is damaged"]),
+    (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "is damaged"]),
     (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: is a pipe or device"]),
-    (with_a_deep_index, 3, ["an index is no JSON"]),
+    (with_a_deep_index, 3, ["config.json or the index of its weights is damaged"]),
     (lambda f: edit_json(f / "config.json", vocab_size=10**15), 6, ["OOM init", "use a smaller model, or start more"]),
     (lambda f: edit_json(f / "config.json", num_hidden_layers=10**6, layer_types=None), 3, ["found: num_hidden"]),
     (lambda f: edit_json(f / "config.json", model_type="nonsense"), 3, ["config.json", "nonsense"]),
     (lambda f: os.remove(f / "model.safetensors"), 3, ["model.safetensors or pytorch_model.bin", "--random"]),
     (lambda f: os.truncate(f / "model.safetensors", 999), 3, ["model.safetensors", "is damaged"]),
-    (without_a_shard, 3, ["index.json: names 1 absent file: model-00002-of"]),
+    (without_a_shard, 3, ["index.json: names 1 missing file: model-00002-of"]),
     (lambda f: os.remove(f / "tokenizer.json"), 3, ["expected a tokenizer"]),
     (retensor(lambda s: s.pop(UP)), 3, ["1 tensor missing", UP]),
     (retensor(lambda s: s.update(extra=torch.zeros(2))), 3, ["1 tensor unexpected: extra"]),
@@ -123,12 +124,12 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
     (retensor(lambda s: s.update({"lm_head.weight": s[UP].new_zeros(400, 32)})), 3, ["differ, but are one parameter"]),
     (lambda f: edit_json(f / "config.json", tie_word_embeddings=False), 3, ["1 tensor missing: lm_head.weight"]),
     (lambda f: edit_json(f / "config.json", vocab_size=200), 3, ["200"]),
-    (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model knows 16",
-     "add --seqlen 16, or less"]),
+    (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model has only 16",
+     "use --seqlen 16 or less"]),
     (lambda f: edit_json(f / "config.json", quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
-     3, ["found quantised ones (bitsandbytes in 4 bit); name the folder"]),
+     3, ["weights that are not quantised, found bitsandbytes in 4 bit; name the folder"]),
     (lambda f: edit_json(f / "config.json", text_config=dict(quantization_config=dict(quant_method="fp8"))), 3,
-     ["found quantised ones (fp8); name the folder"]),
+     ["weights that are not quantised, found fp8; name the folder"]),
     (lambda f: edit_json(f / "config.json", model_type="gemma3"), 3, ["a multimodal one, gemma3; use another model"]),
 ]  # fmt: skip
 
@@ -161,7 +162,7 @@ def test_pickles_are_read_without_running_code(tune, qwen, tmp_path):
 
 
 LINES = [
-    ("--model nowhere", "--model nowhere: is no folder"), ("--export .", "--export .: is there already"),
+    ("--model nowhere", "--model nowhere: is not a folder"), ("--export .", "--export .: already exists"),
     ("--effective-batch 6", "--effective-batch 6: must be 1 rank x --batch 4 x a whole number"),
     ("--effective-batch 8 --grad-accum 3", "must be 1 rank x --batch 4 x a whole number (--grad-accum 3)"),
     ("--eval-data x.jsonl", "--eval-data x.jsonl: needs --eval-every"),
@@ -171,7 +172,7 @@ LINES = [
     ("--world 4 --prepared out", "--prepared out: not with --world 4: caches weights that real ranks read"),
     ("--random --prepared out", "--prepared out: not with --random: caches weights that real ranks read"),
     ("--template-args [1]", "--template-args [1]: must be a JSON object"),
-    ("--columns answer=output", "--columns answer=output: must be NAME=COLUMN, with a name of"),
+    ("--columns answer=output", "--columns answer=output: must be NAME=COLUMN, where NAME is one of"),
     ("--model=", "--model: needs the folder of a model"), ("--data", "--data: needs files of examples;"),
     ("--lora -1", "--lora -1: must be 0 or more"),
     ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: needs adapters"),
@@ -180,7 +181,7 @@ LINES = [
     ("--lora 4 --merge", "--merge: needs --export"),
     ("--lora 4 --lora-targets", "--lora-targets: needs a name, such as q_proj; --help lists all flags"),
     ("--lora-modules-to-save norm", "--lora 0: not with --lora-modules-to-save norm: needs adapters; add --lora"),
-    ("--adapter nowhere", "--adapter nowhere: adapter_config.json: No such file or directory; name a folder of peft"),
+    ("--adapter nowhere", "--adapter nowhere: adapter_config.json: No such file or directory; name a folder that"),
     ("--long-text split", "invalid choice 'split' for argument '--long-text'"),
     ("--lora-rslora", "--lora 0: not with --lora-rslora: needs adapters; add --lora RANK"),
     ("--warmup-ratio 0.1", "--warmup 0: not with --warmup-ratio 0.1: both set"),
@@ -210,9 +211,9 @@ def test_bad_flags_are_told_in_one_message(argv, message, tune):
 def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
     done = fine(tune("--batch", 2, "--effective-batch", 16, "--epochs", 0.5))
     assert done.row["grad_accum"] == 8 and done.row["flags"]["steps"] == 2  # 64 examples
-    assert "each step passes" not in done.out
+    assert "each step uses all" not in done.out
     few = fine(tune("--effective-batch", 96))
-    assert "each step passes 1.5 times over all 64 rows of --data" in few.out
+    assert "each step uses all 64 rows of --data 1.5 times" in few.out
 
 
 @pytest.mark.long
@@ -269,7 +270,7 @@ def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_
     argv = "--steps", 1, "--seqlen", 512, "--bad-lines", "skip", "--log-every", 1, "--data", tmp_path / "few.jsonl"
     done = fine(tune(*argv, "--batch", 1))
     before, _, _ = done.out.partition("step 1/1 ")
-    reasons = "(expected messages, a list of {role, content}: 1; expected text to learn: 2; the first: "
+    reasons = "(expected messages, a list of {role, content}: 1; expected text to train on: 2; the first: "
     assert reasons in " ".join(before.split())
     shown = before.partition("the first example, with [[what is learned]]:\n")[2]
     assert shown.count("why?") in range(25, 35) and " .. " in shown and "assistant\n[[So.<|im_end|>]]" in shown

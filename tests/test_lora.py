@@ -185,7 +185,7 @@ def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tun
     merged = fine(tune(*usual, "--save", "a", "--export", "merged", "--merge"))
     assert "already done" in merged.out
     # The same folder, but not what is there.
-    refused(2, "--export merged: is there already", tune(*usual, "--save", "a", "--export", "merged"))
+    refused(2, "--export merged: already exists", tune(*usual, "--save", "a", "--export", "merged"))
     for name, more in (("later", []), ("later-merged", ["--merge"])):
         fine(later(capfd, "a", name, "--model", qwen, *more))
     assert Path("later", names[0]).read_bytes() == Path("out", names[0]).read_bytes()
@@ -230,8 +230,8 @@ def test_a_run_of_a_mixture_is_resumed_bit_equal_exported_and_merged(kind, tune,
     folder = write_model(tmp_path / "model", model)
     usual = *LORA, *more, *"--lr 1e-2 --steps 4 --log-every 1 --remat block --remat-ratio 0.5".split()
     whole = fine(tune(*usual, "--save", "a", "--save-every", 2, "--export", "out", model=folder))
-    said = {"deepseek": "have none (--lora-targets all-linear experts)", "experts": "experts.down_proj, "}
-    assert said[kind] in whole.out and ("have none" in whole.out) == (kind == "deepseek")
+    said = {"deepseek": "have no adapters (add --lora-targets all-linear experts)", "experts": "experts.down_proj, "}
+    assert said[kind] in whole.out and ("have no adapters" in whole.out) == (kind == "deepseek")
     os.makedirs("b")
     shutil.copytree("a/step-00000002", "b/step-00000002")
     again = fine(tune(*usual, "--save", "b", "--export", "again", model=folder))
@@ -272,7 +272,7 @@ def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
     usual = "--lora", 4, "--lora-rslora", "--lora-modules-to-save", "norm", "--lr", "1e-2", "--eval-every", 9
     first = fine(tune(*usual, "--steps", 3, "--export", "out"))
     same = fine(tune("--adapter", "out", "--steps", 0, "--eval-every", 9))
-    assert "out/adapter_model.safetensors: 33 tensors of float32, with which training begins" in same.out
+    assert "out/adapter_model.safetensors: 33 tensors of float32; training starts from them" in same.out
     assert "trained with" not in same.out
     assert same.row["eval_loss"] == first.row["eval_loss"]
     assert same.row["flags"]["lora"] == 4 and same.row["flags"]["lora_alpha"] == 8
@@ -311,22 +311,22 @@ def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
         Path("theirs/adapter_config.json").write_text(before)
     refused(2, "--adapter nowhere: adapter_config.json: No such file", tune("--adapter", "nowhere"))
     Path("theirs/adapter_config.json").write_text("[1]")
-    refused(2, "--adapter theirs: adapter_config.json is not as peft writes it", tune("--adapter", "theirs"))
+    refused(2, "--adapter theirs: adapter_config.json is not a file of peft", tune("--adapter", "theirs"))
 
 
 def test_what_cannot_be_adapted_is_named_and_what_can(tune, tmp_path):
-    words = "--lora-targets experts: the model has none that are stacked in one tensor; leave it out"
+    words = "--lora-targets experts: the model has no experts that are stacked in one tensor; leave it out"
     refused(2, words, tune("--steps", 1, *LORA, "--lora-targets", "experts"))
     mamba = saved("mamba2", tmp_path / "mamba")
     done = fine(tune("--steps", 1, *LORA, model=mamba))
     assert "LoRA of rank 4 beside in_proj:" in done.out
-    words = "--lora-targets out_proj: of mamba2 a kernel reads the weight of out_proj, past an adapter; use in_proj"
-    refused(2, words, tune("--steps", 1, *LORA, "--lora-targets", "out_proj", model=mamba))
+    words = "--lora-targets out_proj: a kernel of mamba2 reads the weight of out_proj directly and skips an adapter; "
+    refused(2, f"{words}use in_proj", tune("--steps", 1, *LORA, "--lora-targets", "out_proj", model=mamba))
 
 
 def test_what_peft_did_is_looked_at(tune, monkeypatch):
     monkeypatch.setattr(adapters, "_in_short", lambda *_: ["q_proj"])
-    words = "--lora: peft has not put an adapter beside model.layers.0.mlp.down_proj, against --lora-targets; use "
+    words = "--lora-targets: peft created no adapter for model.layers.0.mlp.down_proj, unlike asked; install "
     refused(2, words, tune("--steps", 1, *LORA))
 
 
@@ -365,7 +365,7 @@ def test_every_causal_class_has_adapters_that_peft_opens_or_is_refused_in_one_se
     attached = [each for each, words in told.items() if isinstance(words, int)]
     with capfd.disabled():
         print({targets: sum(each[1] == targets for each in attached) for targets in ("all-linear", "experts")})
-    none = "the model has none that are stacked", "is made of several tensors, which cannot"
+    none = "the model has no experts that are stacked", "cannot be split into the tensors of the files"
     odd = {each: words for each, words in told.items()
            if isinstance(words, str) and not any(part in words for part in none)}  # fmt: skip
     assert not odd and len([each for each in attached if each[1] == "all-linear"]) > 0.85 * len(FAMILIES)
@@ -377,7 +377,7 @@ def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune)
     named = json.loads(Path("out/adapter_config.json").read_text())["target_modules"]
     assert named == [f"model.layers.{end}" for end in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
     for name in ("lm_head", "proj", "embed_tokens"):
-        expected = f"--lora-targets {name}: names no linear layer of the model but its head; use down_proj"
+        expected = f"--lora-targets {name}: matches no linear layer of the model apart from its head; use down_proj"
         refused(2, expected, tune("--steps", 1, *LORA, "--lora-targets", name))
 
 
@@ -395,7 +395,7 @@ def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qw
     again = fine(tune(*usual, 4))
     assert again.row["resumed_after"] == 2 and losses(again) == losses(whole)[2:]
     fine(later(capfd, "a", "out", "--model", qwen))
-    words = "frozen weights were random and are not kept; leave out --merge"
+    words = "frozen weights were random and were not saved; leave out --merge"
     refused(4, words, later(capfd, "a", "never", "--model", qwen, "--merge"))
 
 

@@ -24,7 +24,7 @@ from trainer.finetuning.model import blank_model
 pytestmark = pytest.mark.usefixtures("isolated")
 USUAL = "--steps", 30, "--lr", "1e-2", "--seqlen", 32, "--save", "a", "--keep", 1
 START = "answers end with <|im_end|> (1), at which generation of --model does not stop (eos_token_id [0]); "
-SAID = "; generation stops at <|im_end|> (1), too, which ends what was learned"
+SAID = "; <|im_end|> (1) ends trained turns and is now a stop token, too"
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_adapters_say_what_stops_them_and_a_merged_model_stops(teach, base, capf
     done = fine(teach(*lora, "--export", "out"))
     call = "generate(eos_token_id=[0, 1])"
     assert START + f"adapters cannot change that: {call}, or --merge" in done.err + done.out
-    assert f"<|im_end|> (1), at which the model beside them does not stop: {call}" in done.out
+    assert f"<|im_end|> (1), at which the base model does not stop; call {call}" in done.out
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "out").eval()
     assert len(answer(model, base)) == 24 and answer(model, base, eos_token_id=[0, 1])[-1] == 1
     assert SAID in fine(later(capfd, "a", "merged", "--model", base, "--merge")).out
@@ -127,10 +127,10 @@ def test_the_template_that_is_trained_with_decides(tune, qwen, tmp_path):
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     Path("other.jinja").write_text(template)
     done = fine(tune("--steps", 1, "--template", "other.jinja", "--export", "out"))
-    assert "generation stops at <|pad|> (0), too" in done.out and ends_of("out") == [[1, 0], [1, 0]]
+    assert "<|pad|> (0) ends trained turns and is now a stop token" in done.out and ends_of("out") == [[1, 0], [1, 0]]
     # A text ends with the tokenizer's own.
     data = jsonl(tmp_path / "text.jsonl", [dict(text="one two"), dict(text="three")])
-    assert "generation stops at" not in fine(tune("--steps", 1, "--export", "text", data=data)).out
+    assert "stop token" not in fine(tune("--steps", 1, "--export", "text", data=data)).out
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "xglm"])

@@ -40,7 +40,7 @@ def adapter_flags(folder: str) -> dict[str, Any]:
         if odd:
             name = min(odd)
             raise ValueError(
-                f"{name} {str(settings[name])[:60]}, which is not trained here; merge these adapters into their "
+                f"{name} {str(settings[name])[:60]}, which finetune.py cannot train; merge these adapters into their "
                 "model by peft's merge_and_unload(), and train new ones"
             )
         targets = {modules} if isinstance(modules, str) else {*modules}
@@ -55,11 +55,11 @@ def adapter_flags(folder: str) -> dict[str, Any]:
         )
     except OSError as error:
         raise ValueError(
-            f"--adapter {folder}: {SETTINGS}: {error.strerror}; name a folder of peft"
+            f"--adapter {folder}: {SETTINGS}: {error.strerror}; name a folder that peft or --export wrote"
         ) from None
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"--adapter {folder}: {SETTINGS} is not as peft writes it ({error}); name a folder of peft"
+            f"--adapter {folder}: {SETTINGS} is not a file of peft ({error}); name a folder that peft or --export wrote"
         ) from None
     except ValueError as error:
         raise ValueError(f"--adapter {folder}: {SETTINGS} has {error}") from None

@@ -111,7 +111,7 @@ def attach(
     experts = adaptable(stacked(inner)) if EXPERTS in lora_targets else []
     if EXPERTS in lora_targets and not experts:
         raise ValueError(
-            f"--lora-targets {EXPERTS}: the model has none that are stacked in one tensor; leave it out"
+            f"--lora-targets {EXPERTS}: the model has no experts that are stacked in one tensor; leave it out"
         )
     settings = LoraConfig(
         r=lora,
@@ -128,10 +128,10 @@ def attach(
             module.__class__ = AdaptedExperts
     made = {*_adapted(inner)}
     if differ := sorted(made ^ {*chosen, *experts}):
-        has = "has" if differ[0] in made else "has not"
+        did = "an adapter" if differ[0] in made else "no adapter"
         raise ValueError(
-            f"--lora: peft {has} put an adapter beside {differ[0]}, against --lora-targets; use another version of "
-            "it, or name other layers"
+            f"--lora-targets: peft created {did} for {differ[0]}, unlike asked; install another version of peft, or "
+            "name other layers"
         )
     for name, p in [*inner.named_parameters()]:
         learned = is_adapter(name) or id(p) in trained
@@ -173,7 +173,7 @@ def _parameters_of(inner: nn.Module, paths: list[str]) -> list[str]:
     if outside := [name for name, p in every if id(p) in shared and name not in own]:
         other, _ = outside[0].rsplit(".", 1)
         raise ValueError(
-            f"--lora-modules-to-save {' '.join(paths)}: shares its weight with {other} (tied); name {other}, too"
+            f"--lora-modules-to-save {' '.join(paths)}: shares its weight with {other} (tied); name {other} as well"
         )
     return sorted(own)
 
@@ -235,9 +235,9 @@ def _chosen(inner: nn.Module, names: list[str]) -> set[str]:
         ]
         if not own:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            why = "names no linear layer of the model but its head"
+            why = "matches no linear layer of the model apart from its head"
             if each.rpartition(".")[2] == past:
-                why = f"of {inner.config.model_type} a kernel reads the weight of {past}, past an adapter"
+                why = f"a kernel of {inner.config.model_type} reads the weight of {past} directly and skips an adapter"
             raise ValueError(f"--lora-targets {each}: {why}; use {ends or '--lora 0'}")
         chosen.update(own)
     return chosen
@@ -270,7 +270,7 @@ def in_words(model: HuggingFaceModel) -> str:
     text += f"{grouped(own)} parameters are trained, {grouped(rest)} are frozen in {dtypes}"
     bare = stacked(inner) and not any(isinstance(m, ParamWrapper) for m in _adapted(inner).values())
     bare = (
-        f"; experts, which are stacked in one tensor, have none (--lora-targets {ALL_LINEAR} {EXPERTS})"
+        f"; experts, which are stacked in one tensor, have no adapters (add --lora-targets {ALL_LINEAR} {EXPERTS})"
         * bool(bare)
     )
     return text + bare
@@ -345,8 +345,11 @@ def load(config: Config, model: HuggingFaceModel, group: Group) -> None:
         names = saved(model, config.model).names
         regions = weights.table(path)
         if differ := sorted(regions.keys() ^ names.keys()):
-            which = "the flags" if differ[0] in regions else "the file"
-            raise CheckpointError(f"{path}: {differ[0]} is not in {which}")
+            how = "has" if differ[0] in regions else "lacks"
+            other = "lacks" if how == "has" else "has"
+            raise CheckpointError(
+                f"{path}: {how} {differ[0]}, which the model with these flags {other}"
+            )
         there = {names[file]: region for file, region in regions.items()}
         return weights.fill(path, there, model.saved_with_adapters(), cast=True)
 
@@ -355,4 +358,4 @@ def load(config: Config, model: HuggingFaceModel, group: Group) -> None:
         number = checkpoint.on_all(read, group, f"{path}: ")[0]
     except CheckpointError as error:
         raise DataError(f"{error}; use adapters of --model") from error
-    checkpoint.say(f"{path}: {weights.listed(number)}, with which training begins")
+    checkpoint.say(f"{path}: {weights.listed(number)}; training starts from them")

@@ -95,7 +95,7 @@ class Examples:
         files_by_source = [check_files(each, flag) for each in sources]
         self.files = [*chain.from_iterable(files_by_source)]
         if len({*map(Path.resolve, self.files)}) < len(self.files):
-            raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
+            raise unusable(source, "each file once", "one file twice", f"name it once in {flag}")
         data = self.data = tokenised(self.files, tokenizer, rules, cache, flag)
         if data.top >= vocab:
             expected = f"token ids below the model's vocabulary of {_n(vocab)}"
@@ -129,7 +129,7 @@ class Examples:
         self.lost = int(np.clip(data.sizes - most, 0, None).sum())  # tokens
         if not len(self.chosen):
             fix = "raise --seqlen or name other data"
-            raise unusable(source, "an example with a label", self.words, fix)
+            raise unusable(source, "an example with a token to train on", self.words, fix)
 
     def _described(self, cut: int, seqlen: int, chunked: int) -> str:
         """How many examples there are, and what became of the lines, for people."""
@@ -138,7 +138,7 @@ class Examples:
         notes = {
             f"cut to {_n(seqlen + 1)} tokens": cut,
             f"in chunks of {_n(seqlen)} tokens": chunked,
-            "dropped for want of a label": count - len(np.unique(self.example[self.chosen])),
+            "without a token to train on": count - len(np.unique(self.example[self.chosen])),
             **data.notes,
         }
         words = f"{counted(len(self.files), 'file')}, {counted(count, 'example')}"
@@ -217,7 +217,9 @@ class Examples:
         first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))
         if not first:
             fix = "add data, name --eval-data, or leave out --eval-every"
-            raise unusable(self.source, "two lines with a label, one to be held out", "one", fix)
+            raise unusable(
+                self.source, "two lines to train on, of which one is held out", "one", fix
+            )
         return first
 
 
@@ -285,7 +287,10 @@ class ChatBatches(ReadAhead):
             ]
             if empty := [path for path, group in zip(paths, groups, strict=True) if not len(group)]:
                 raise unusable(
-                    empty[0], "an example with a label", "none", "leave it out, or raise --seqlen"
+                    empty[0],
+                    "an example with a token to train on",
+                    "none",
+                    "leave it out, or raise --seqlen",
                 )
         if eval_source:
             self.other = Examples([eval_source], "--eval-data", *how)
@@ -357,7 +362,7 @@ class ChatBatches(ReadAhead):
             words += f"; {padding:.1%} of the rows is padding"
         words += f"; {_n(self.data.lost)} tokens are cut off" * (self.data.lost > 0)
         shared = int(self.data.shared.sum())
-        return words + f"; {_n(shared)} tokens stand once for several examples" * (shared > 0)
+        return words + f"; {_n(shared)} tokens are shared by several examples" * (shared > 0)
 
     def _in_rows(self, examples: Examples, chosen: np.ndarray) -> Sequence[Sequence[int]]:
         if self.pad != "pack":
@@ -404,7 +409,7 @@ class ChatBatches(ReadAhead):
             if most is not None and len(words) > most:
                 words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
             text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
-        note = "\nthe tokenizer merges text over the start of an answer, which is cut there"
+        note = "\na token of the tokenizer crosses the start of an answer; it is split there"
         return text + note * bool(
             self.data.data.across[self.data.example[self.data.chosen[number]]]
         )

@@ -47,12 +47,12 @@ def check_folder(folder: str, weights: bool = True) -> None:
             and not Path(folder, "config.json").exists()
         ):
             raise DataError(
-                f"{folder}: expected a model, found adapters (adapter_config.json); export with --merge"
+                f"{folder}: expected a model, found adapters (adapter_config.json); export it again with --merge"
             )
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
             raise DataError(
-                f"{folder}/config.json: expected model_type, found none; use a folder of transformers"
+                f"{folder}/config.json: expected model_type, found none; use a folder that save_pretrained() wrote"
             )
         parts = config, config.get("text_config") or {}
         if quantised := next(
@@ -61,7 +61,7 @@ def check_folder(folder: str, weights: bool = True) -> None:
             how = str(quantised.get("quant_method")) + " in 4 bit" * bool(
                 quantised.get("load_in_4bit")
             )
-            expected = f"expected weights as they are trained, found quantised ones ({how})"
+            expected = f"expected weights that are not quantised, found {how}"
             raise DataError(
                 f"{folder}/config.json: {expected}; name the folder of the model before it was quantised"
             )
@@ -79,16 +79,16 @@ def check_folder(folder: str, weights: bool = True) -> None:
                 name for name in named if not os.path.exists(os.path.join(folder, name))
             ):
                 raise DataError(
-                    f"{path}.index.json: names {counted(len(absent), 'absent file')}: "
+                    f"{path}.index.json: names {counted(len(absent), 'missing file')}: "
                     f"{', '.join(absent[:5])}; download them"
                 )
     except OSError as error:
         raise DataError(
-            f"{error.filename}: {error.strerror}; use a folder of transformers"
+            f"{error.filename}: {error.strerror}; use a folder that save_pretrained() wrote"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{folder}: config.json or an index is no JSON of transformers ({error})"
+            f"{folder}: config.json or the index of its weights is damaged ({error}); download it again"
         ) from error
 
 
@@ -104,7 +104,9 @@ def check_token_ids(folder: str) -> None:
         except (ValueError, RecursionError):
             continue
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; use a folder of transformers") from error
+            raise DataError(
+                f"{path}: {error.strerror}; use a folder that save_pretrained() wrote"
+            ) from error
         if not isinstance(content, dict):
             continue
         if name == "tokenizer.json":
@@ -149,7 +151,7 @@ def copied(folder: str) -> list[str]:
         if path.is_file() and (COPIED.fullmatch(path.name) or path.parent.name == TEMPLATES):
             if not any(path.resolve().is_relative_to(home) for home in homes):
                 raise DataError(
-                    f"{path}: is a link out of its folder, which --export does not copy; copy the file"
+                    f"{path}: is a link to a file outside of its folder, which --export does not copy; copy the file"
                 )
             paths.append(str(path.relative_to(top)))
     return paths
@@ -176,7 +178,7 @@ def was_exported(config: Config) -> bool:
 def check_export(config: Config) -> None:
     """ValueError where --export is there and the run that --save names did not write it."""
     if config.export is not None and os.path.lexists(config.export) and not was_exported(config):
-        raise ValueError(f"--export {config.export}: is there already; name a new folder")
+        raise ValueError(f"--export {config.export}: already exists; name a new folder")
 
 
 def check(config: Config, world: int) -> None:
@@ -186,7 +188,7 @@ def check(config: Config, world: int) -> None:
             raise ValueError(f"--{flag}: needs {name}; pip install -e '.[hf]'")
     if not os.path.isdir(config.model):
         raise ValueError(
-            f"--model {config.model}: is no folder; name one with config.json, as save_pretrained() writes it"
+            f"--model {config.model}: is not a folder; name one with config.json, as save_pretrained() writes it"
         )
     check_export(config)
     for name in ("prepared", "export"):

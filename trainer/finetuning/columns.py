@@ -27,19 +27,19 @@ NAMES = (*(name for names in NEEDED.values() for name in names), *OPTIONAL, *OF_
 # was expected, the way on). Other keys are named in the summary.
 ANY, NOT_ONE = "any", "a number but 1"
 OF_OTHERS = {
-    "label": (False, "KTO's label of an answer, true where it is to be learned", forms.SKIP),
-    "kto_tag": (False, "KTO's tag of an answer, true where it is to be learned", forms.SKIP),
-    "weight": (NOT_ONE, "a weight in messages, not of the line", "put weight 0 or 1 into messages"),
-    "train": (False, "train in messages, not of the line", "put train: false into messages"),
-    "functions": (ANY, "tools, of which these are an older form", "add --columns tools=functions"),
-    "documents": (ANY, "documents in the content of a message", "write them into one"),
+    "label": (False, "label true, which KTO gives to answers that are learned", forms.SKIP),
+    "kto_tag": (False, "kto_tag true, which KTO gives to answers that are learned", forms.SKIP),
+    "weight": (NOT_ONE, "weight in messages, not in the line", "put weight 0 or 1 into messages"),
+    "train": (False, "train in messages, not in the line", "put train: false into messages"),
+    "functions": (ANY, "tools, the newer name of functions", "add --columns tools=functions"),
+    "documents": (ANY, "documents in the content of a message", "write them into a message"),
     **{
-        name + plural: (ANY, f"text alone, without {kind}", forms.SKIP)
+        name + plural: (ANY, f"text without {kind}", forms.SKIP)
         for name, kind in dict(image="images", video="videos", audio="sounds").items()
         for plural in ("", "s")
     },
-    "input_ids": (ANY, "text, which is made into tokens here", "leave input_ids out"),
-    "labels": (ANY, "text alone, whose labels are made here", "leave labels out"),
+    "input_ids": (ANY, "text, which finetune.py tokenises", "leave input_ids out"),
+    "labels": (ANY, "text, for which finetune.py makes the labels", "leave labels out"),
 }
 ROLES = dict(
     human="user",
@@ -64,7 +64,7 @@ def parsed(words: tuple[str, ...]) -> dict[str, str]:
     for word, (name, _, column) in pairs.items():
         if name not in NAMES or not column:
             names = ", ".join(NAMES)
-            raise ValueError(f"--columns {word}: must be NAME=COLUMN, with a name of {names}")
+            raise ValueError(f"--columns {word}: must be NAME=COLUMN, where NAME is one of {names}")
     return {name: column for name, _, column in pairs.values()}
 
 
@@ -123,7 +123,7 @@ def check_keys(line: dict) -> None:
         refused = {ANY: forms.there(value), NOT_ONE: number and value != 1}
         if refused.get(wrong, value is False):
             shown = json.dumps(value, default=str)[:40]
-            raise BadLine(expected, f"{key} {shown} beside what is learned", fix)
+            raise BadLine(expected, f"{key} {shown} in a line to train on", fix)
 
 
 def _kind(line: dict) -> str:
@@ -139,7 +139,9 @@ def _with_system(line: dict, turns: list[dict]) -> dict:
     system = line.pop("system", None)
     first = [dict(role="system", content=system)] if forms.there(system) else []
     if first and turns[0].get("role") in ("system", "developer"):
-        raise BadLine("one system message", "system beside messages that begin with one")
+        raise BadLine(
+            "one system message", "the key system, and messages that begin with a system message"
+        )
     return line | dict(messages=first + turns)
 
 
@@ -149,11 +151,11 @@ def _message(turn: dict, where: str, role: str, content: str) -> dict:
         raise BadLine(f"{role} and {content} in each message", ", ".join(turn)[:100] + where)
     speaker = turn[role]
     if speaker not in ROLES:
-        raise BadLine(f"a role of {', '.join(ROLES)}", f"{str(speaker)[:40]!r}{where}")
+        raise BadLine(f"one of the roles {', '.join(ROLES)}", f"{str(speaker)[:40]!r}{where}")
     rest = {key: value for key, value in turn.items() if key not in (role, content)}
     message = dict(role=ROLES[speaker], content=turn.get(content))
     if speaker == "function_call":
-        calls = forms.loaded(turn[content], f"a call or calls of functions as JSON{where}")
+        calls = forms.loaded(turn[content], f"function calls as JSON{where}")
         calls = calls if isinstance(calls, list) else [calls]
         made = [dict(type="function", function=call) for call in calls]
         message |= dict(content="", tool_calls=made)

@@ -120,7 +120,7 @@ class Encoder:
         except UnicodeEncodeError as error:
             raise BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)") from error
         except RecursionError as error:
-            raise BadLine("values that Python can nest", "deeper ones") from error
+            raise BadLine("values that are nested less deeply", "too many levels") from error
         return made
 
     @staticmethod
@@ -169,10 +169,10 @@ class Encoder:
         """A text, of which what comes after a prompt is learned."""
         if not isinstance(learned, str) or not learned.strip():
             found = "empty content" if isinstance(learned, str) else type(learned).__name__
-            raise BadLine("text to learn", found)
+            raise BadLine("text to train on", found)
         if self.eos is None:
             fix = "set tokenizer.eos_token"
-            raise unusable(self.template.name, "an eos token, to end a text with", "none", fix)
+            raise unusable(self.template.name, "an eos token, which ends each text", "none", fix)
         text = prompt + learned
         return Example(text, [(len(prompt), len(text))], False)
 
@@ -231,8 +231,8 @@ class Encoder:
             prompts = prefixes[::2]
             across = any(whole[: len(prompt)] != prompt for prompt in prompts)
             if across and self.tokenizer.decode(joined) != self.tokenizer.decode(whole):
-                expected = "a tokenizer that can go on within a text"
-                raise BadLine(expected, "one that cannot: it writes a space before each text")
+                expected = "a tokenizer that can encode a text in parts"
+                raise BadLine(expected, "one that puts a space before each part")
             if not across:
                 ends = [0, *map(len, prefixes), len(whole)]
                 parts = [whole[a:b] for a, b in pairwise(ends)]
@@ -245,7 +245,7 @@ class Encoder:
             return before + joined + after, learned, across, [self.eos]
         answers = [part for part in parts[1::2] if part]
         if not answers:
-            raise BadLine("learned tokens", "none", TEMPLATE)
+            raise BadLine("tokens to train on", "none", TEMPLATE)
         ends = set()
         for answer in answers:
             last = len(answer)
@@ -253,8 +253,10 @@ class Encoder:
             while last and not self.tokenizer.decode(answer[last - 1 : last]).strip():
                 last -= 1
             if not last or answer[last - 1] not in self.ends:
-                expected = "a special token at the end of each answer, which teaches to stop"
-                found = f"one that ends with {self.tokenizer.decode(answer[:last][-4:])!r}"
+                expected = (
+                    "a special token at the end of each answer, so that the model learns to stop"
+                )
+                found = f"an answer that ends with {self.tokenizer.decode(answer[:last][-4:])!r}"
                 raise BadLine(expected, found, way_on(self.tokenizer.chat_template))
             ends.add(answer[last - 1])
         return joined, learned, across, sorted(ends)
@@ -320,8 +322,8 @@ class Tokenised:
         expected = self.checksums[first : first + -(-len(ids) // BLOCK)]
         if [*_checksums(ids, learned)] != expected.tolist():
             where = f"{self.stored[0][0]}, example {grouped(number + 1)}"
-            fix = "the file was written over: the same command makes it again"
-            raise unusable(where, "the tokens of the start", "others", fix)
+            fix = "the file was overwritten: run the same command again, which rebuilds it"
+            raise unusable(where, "the tokens of when the run began", "other tokens", fix)
         return ids[start - begin : stop - begin], learned[start - begin : stop - begin]
 
     def labels(self, examples: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -342,8 +344,10 @@ class Tokenised:
         for path, size in self.stored:
             with suppress(FileNotFoundError):  # what is mapped stays
                 if os.path.getsize(path) < size:
-                    fix = "the file has shrunk: the same command makes it again"
-                    raise unusable(path, "what was there at the start", "the end", fix)
+                    fix = "the file has shrunk: run the same command again, which rebuilds it"
+                    raise unusable(
+                        path, "as many bytes as when the run began", "the end of the file", fix
+                    )
 
 
 def _checksums(ids: np.ndarray, learned: np.ndarray) -> Iterator[int]:
@@ -438,7 +442,7 @@ def _cached(folder: Path, encoder: Encoder, flag: str) -> Tokenised:
             digest = seal.read_text().split()[0]
             if seal.read_text() == _seal(folder, digest):
                 return Tokenised(encoder.files, _opened(folder, encoder, flag), digest)
-        tell(f"cache: {folder} is damaged and is made again")
+        tell(f"cache: {folder} is damaged and is built again")
         shutil.rmtree(folder)
     try:
         data = _opened(folder, encoder, flag)
@@ -472,7 +476,7 @@ def tokenised(
     folder = Path(cache or f"{caches}/simple_fsdp")
     try:
         if folder.parts[0] == "~":
-            raise OSError("no home is known; set HOME or XDG_CACHE_HOME")
+            raise OSError("the home directory is not known; set HOME or XDG_CACHE_HOME")
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{name}.lock"):
             made = _cached(folder / name, encoder, flag)

@@ -59,7 +59,7 @@ def write_folder(
     temporary = f"{out}.tmp-{secrets.token_hex(4)}"
     try:
         if os.path.lexists(out):
-            raise CheckpointError(f"{out}: is there already; name a new folder")
+            raise CheckpointError(f"{out}: already exists; name a new folder")
         weights.tidy(out)
         os.mkdir(temporary)
         take(temporary)
@@ -118,7 +118,7 @@ def write_model(
     line = write_folder(
         out, source, "model.safetensors", like, read, shard_gb, copied(source), finish
     )
-    said = f"; generation stops at {stopping.in_words(new)}, too, which ends what was learned"
+    said = f"; {stopping.in_words(new)} ends trained turns and is now a stop token, too"
     return line + said * bool(new)
 
 
@@ -150,7 +150,9 @@ def write_adapters(
     )
     stops = stopping.stop_tokens(source, model.model.config)
     new = stopping.not_stopping(stops, ends)
-    said = f"; answers end with {stopping.in_words(new)}, at which the model beside them does not stop: "
+    said = (
+        f"; answers end with {stopping.in_words(new)}, at which the base model does not stop; call "
+    )
     return line + (said + stopping.call(stops, new)) * bool(new)
 
 
@@ -228,14 +230,14 @@ def of_checkpoint(args: argparse.Namespace) -> str:
         lora = trained.get("lora")
         if args.merge and not lora:
             raise CheckpointError(
-                f"{saved_step.path}: is of a run without --lora; leave out --merge"
+                f"{saved_step.path}: was saved by a run without --lora; leave out --merge"
             )
         if lora:
             from trainer.finetuning import adapters
 
             if args.merge and trained["frozen"] == adapters.DRAWN:
                 raise CheckpointError(
-                    f"{saved_step.path}: frozen weights were random and are not kept; leave out --merge"
+                    f"{saved_step.path}: the frozen weights were random and were not saved; leave out --merge"
                 )
             how = {name: value for name, value in trained.items() if name in adapters.FLAGS}
             adapters.attach(model, args.model, random=trained["frozen"] == adapters.DRAWN, **how)
@@ -247,7 +249,7 @@ def of_checkpoint(args: argparse.Namespace) -> str:
                 f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3]
             )
             raise CheckpointError(
-                f"{saved_step.path}: is of a model with {differences}; name that one's folder"
+                f"{saved_step.path}: comes from a model with {differences}; name its folder by --model"
             )
         saved = {
             name.removeprefix("model."): [*t.shape]
@@ -257,7 +259,7 @@ def of_checkpoint(args: argparse.Namespace) -> str:
         own = model.saved_with_adapters() if lora else own_tensors(inner)
         if differ := [n for n, t in own.items() if saved.get(n) != [*t.shape]]:
             raise CheckpointError(
-                f"{saved_step.path}: {differ[0]} is not there as {args.model} has it; name its model"
+                f"{saved_step.path}: lacks {differ[0]} in the shape of {args.model}; name its model by --model"
             )
         with Signals(speak=False) as signals:
 
@@ -296,37 +298,38 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__.split("\n")[0],
     )
     parser.add_argument(
-        "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
+        "checkpoint",
+        metavar="DIR",
+        help="directory of a step, or a directory of steps, of which the newest undamaged one is exported",
     )
-    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument("out", metavar="OUT", help="new folder to write")
     parser.add_argument(
-        "--model", required=True, metavar="DIR", help="the folder that finetune.py began with"
+        "--model", required=True, metavar="DIR", help="folder that finetune.py had as --model"
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of a run with --lora: the whole model with the adapters "
-        "in it, instead of the adapters",
+        help="after --lora: write the whole model with the adapters merged, instead of the adapters",
     )
     parser.add_argument(
         "--keep-eos",
         action="store_true",
-        help="leave the stop tokens (eos_token_id) as in --model; without it the token that ends learned "
-        "turns is written beside them",
+        help="leave the stop tokens (eos_token_id) as in --model; by default the token that ends trained turns "
+        "is added",
     )
     parser.add_argument(
         "--max-shard-gb",
         type=float,
         default=5.0,
         metavar="GB",
-        help="largest size of a file, in 10^9 bytes (default: 5)",
+        help="largest file, in 10^9 bytes (default: 5)",
     )
     args = parser.parse_args(argv)
     if not args.max_shard_gb > 0:
         parser.error(f"--max-shard-gb {args.max_shard_gb}: must be a positive number")
     if not os.path.isdir(args.model):
         parser.error(
-            f"--model {args.model}: is no folder; name the one that finetune.py began with"
+            f"--model {args.model}: is not a folder; name the one that finetune.py had as --model"
         )
     try:
         put(of_checkpoint(args))

@@ -118,7 +118,7 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
         except (RuntimeError, ValueError) as error:  # of other shapes, or one is missing
             names = ", ".join(name for _, name, _ in sources[:5])
             raise CheckpointError(
-                f"{path}: does not fit the model: {names}, .. do not make {new}: {error}"
+                f"{path}: does not fit the model: {names}, .. cannot be combined into {new}: {error}"
             ) from error
         tensors |= {
             n: Converted(path, like, n, new, converter, tuple(sources)) for n, like in made.items()
@@ -156,8 +156,10 @@ def load_weights(
         try:
             number = checkpoint.on_all(read, group, f"{path}: ")[0]
         except CheckpointError as error:
-            raise DataError(f"{error}; use the files of config.json's model") from error
-        checkpoint.say(f"{path}: {weights.listed(number)}, each rank its rows")
+            raise DataError(
+                f"{error}; use weights of the model that config.json describes"
+            ) from error
+        checkpoint.say(f"{path}: {weights.listed(number)}; each rank read its rows")
         if config.prepared is not None:
             _save_prepared(config.prepared, inner, source, group)
     return dict(
@@ -220,7 +222,7 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
         if own not in made or own not in whole or made[own] != whole[own].shape
     ]:
         raise CheckpointError(
-            f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written"
+            f"{type(inner).__name__}: {wrong[0]} cannot be split into the tensors of the files; use another model"
         )
     return files
 
@@ -228,16 +230,16 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
 def _load_prepared(
     folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None
 ) -> None:
-    again = f"name another folder, or delete {STEP} in it to make it again"
+    again = f"name another folder, or delete {STEP} in it to build it again"
     try:
         saved_step = checkpoint.newest([os.path.join(folder, STEP)], group)
         if {name: saved_step.about.get(name) for name in source} != source:
             raise CheckpointError(
-                "was made of another --model, or of one that was changed or copied since"
+                "was made from another --model, or --model was changed or copied since"
             )
         state = own_tensors(inner)
         if saved_step.about["tensors"] != checkpoint.table_of(state):
-            raise CheckpointError("holds other tensors than the model has")
+            raise CheckpointError("holds other tensors than the model")
         checkpoint.on_all(
             partial(
                 dcp.load, state, storage_reader=checkpoint.reader(saved_step), process_group=group
@@ -254,7 +256,7 @@ def _claim(folder: str) -> str | None:
     try:
         take(folder)
     except Refused:
-        return "another start is saving it"
+        return "another run is saving it"
     if there := [name for name in checkpoint.steps_in(folder) if name != STEP]:
         drop(folder)
         raise CheckpointError(
@@ -262,7 +264,7 @@ def _claim(folder: str) -> str | None:
         )
     if os.path.exists(os.path.join(folder, STEP)):
         drop(folder)
-        return "another start has saved it"
+        return "another run has saved it"
 
 
 def _save_prepared(

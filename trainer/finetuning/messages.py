@@ -25,8 +25,8 @@ PROSE = "content", "reasoning_content", "reasoning", "thinking"
 FLAGS = "weight", "train"  # of a message: 0 or false if it is not learned
 # Tell which result belongs to which call; templates need not write them.
 LINKS = "tool_call_id", "id", "type", "index"
-LEAVE_OUT = ", or leave such lines out with --bad-lines skip"  # not for who has left them out
-SKIP = f"mend the line{LEAVE_OUT}"
+LEAVE_OUT = ", or skip such lines with --bad-lines skip"  # not for who has left them out
+SKIP = f"correct the line{LEAVE_OUT}"
 # Letters of Tangut: printable, so that no escape is made of them.
 FIRST_MARK = 0x17000
 MARKS = 0x1000
@@ -72,7 +72,8 @@ def objects(value: Any, expected: str) -> list[dict]:
     """A list of JSON objects, which may be a string of JSON. Raises BadLine."""
     value = without_nulls(loaded(value, expected))
     if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
-        raise BadLine(expected, "none or something else")
+        found = "a list with other values" if isinstance(value, list) else type(value).__name__
+        raise BadLine(expected, found if there(value) else "none")
     return value
 
 
@@ -104,7 +105,7 @@ def is_learned(message: dict, where: str) -> bool:
     if flags not in ([], [0], [1], [0, 0], [1, 1]):
         raise BadLine("weight 0 or 1, train true or false", f"{str(flags)[:60]}{where}")
     if any(flags) and message["role"] != "assistant":
-        raise BadLine("weight 0 or no weight for what the assistant does not say", f"1{where}")
+        raise BadLine("weight 1 only in messages of the assistant", f"1{where}")
     return message["role"] == "assistant" and all(flags)
 
 
@@ -112,13 +113,13 @@ def cleaned(message: dict, where: str) -> dict:
     """A message in the one form, without its flags. where: " in message 2". Raises BadLine."""
     role = message.get("role")
     if role not in ROLES:
-        raise BadLine(f"a role of {', '.join(ROLES)}", f"{str(role)[:40]!r}{where}")
+        raise BadLine(f"one of the roles {', '.join(ROLES)}", f"{str(role)[:40]!r}{where}")
     turn = dict(role=role, content="")
     for key, value in message.items():
         if key in PROSE:
             turn[key] = _prose(value, key + where)
         elif key == "tool_calls" and there(value):
-            expected = f"tool_calls{where}, a list of objects or its JSON"
+            expected = f"tool_calls{where} as a list of objects or as JSON"
             turn[key] = [_call(call, where) for call in objects(value, expected)]
         elif key not in FLAGS and there(value):
             turn[key] = value
@@ -151,9 +152,9 @@ def _call(call: dict, where: str) -> dict:
     if isinstance(function, dict):
         return call | dict(function=_call(function, where))
     if function is not None:
-        raise BadLine("function of a tool call, an object", type(function).__name__ + where)
+        raise BadLine("an object as function of a tool call", type(function).__name__ + where)
     if "arguments" in call:
-        expected = f"arguments of a tool call{where}, an object or its JSON"
+        expected = f"arguments of a tool call{where} as an object or as JSON"
         call["arguments"] = loaded(call["arguments"] or {}, expected)
         if not isinstance(call["arguments"], dict):
             raise BadLine(expected, type(call["arguments"]).__name__)

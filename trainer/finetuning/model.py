@@ -238,7 +238,7 @@ class HuggingFaceModel(nn.Module):
         # Not above zero: Falcon-H1 sums up and subtracts again.
         if seen[4:].max() > 1e-4 * seen.max():
             raise DataError(
-                f"{type(self.model).__name__}: its tokens see later ones, which they shall predict; use a "
+                f"{type(self.model).__name__}: its tokens attend to later ones, which they should predict; use a "
                 'causal model (some need "is_decoder": true in config.json)'
             )
 
@@ -251,7 +251,7 @@ class HuggingFaceModel(nn.Module):
             inputs["until"] = 4 * (1 + torch.arange(8, device=device)[None] // 4)
         if self._seen(device, slice(4, None), **inputs)[:4].any():
             raise DataError(
-                f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
+                f"--pad pack: {type(self.model).__name__} lets examples of one row attend to each other; use "
                 "--pad longest"
             )
 

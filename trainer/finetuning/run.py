@@ -87,8 +87,8 @@ def open_model(config: Config) -> tuple[HuggingFaceModel, int]:
     most = getattr(model.model.config, "max_position_embeddings", None)
     if most is not None and config.seqlen > most:
         raise ValueError(
-            f"--seqlen {config.seqlen}: the model knows {most} positions (max_position_embeddings of its "
-            f"config.json); add --seqlen {most}, or less"
+            f"--seqlen {config.seqlen}: the model has only {most} positions (max_position_embeddings of its "
+            f"config.json); use --seqlen {most} or less"
         )
     if "dynamic" in str(model.rotary.get("rope_type")) and config.compile not in ("none", "blocks"):
         raise ValueError(
@@ -97,8 +97,8 @@ def open_model(config: Config) -> tuple[HuggingFaceModel, int]:
         )
     if config.cuda_graph and (usual := model.longest_short(config.seqlen)):
         raise ValueError(
-            "--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
-            f"{usual}, or leave it out"
+            "--cuda-graph: cannot choose between longrope's short and long factors; use --seqlen "
+            f"{usual} or less, or leave --cuda-graph out"
         )
     return model, model.model.get_input_embeddings().num_embeddings
 
@@ -211,8 +211,8 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
     passes = config.effective_batch / run.batches.epoch_samples
     if passes > 1:
         say(
-            f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
-            "--effective-batch says how many rows it takes"
+            f"each step uses all {run.batches.epoch_samples} rows of --data {passes:.1f} times; a smaller "
+            "--effective-batch uses each at most once"
         )
 
 
@@ -242,7 +242,7 @@ def has_exported(run: Run, config: Config) -> bool:
 
     def written() -> bool:
         if not run.done and os.path.lexists(config.export):
-            raise Refused(f"--export {config.export}: is there already; name a new folder")
+            raise Refused(f"--export {config.export}: already exists; name a new folder")
         return was_exported(config)
 
     return config.export is not None and on_rank_0(written, run.group)

@@ -51,7 +51,7 @@ def weighted(sources: Sequence[str], flag: str = "--data") -> list[tuple[str, fl
     if len({weight is None for _, weight in pairs}) > 1:
         bare = next(path for path, weight in pairs if weight is None)
         raise ValueError(
-            f"{flag} {bare}: has no weight, as others have; give each one ({bare}:0.5), or none"
+            f"{flag} {bare}: has no weight, but others have one; give each source a weight ({bare}:0.5), or none"
         )
     return pairs
 
@@ -72,7 +72,7 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
                 fix = f"name files in {flag}"
                 raise unusable(str(file), "a file", "a folder, pipe or device", fix)
             if any(suffix.lower() in SHEETS for suffix in file.suffixes):
-                fix = "save it as lines of JSON, such as by to_json(.., orient='records', lines=True) of pandas"
+                fix = "save it as lines of JSON, as by pandas: to_json(.., orient='records', lines=True)"
                 raise unusable(str(file), FILES, f"a {file.suffix} one", fix)
             with open(file, "rb") as opened:
                 if not opened.read(1):
@@ -118,11 +118,13 @@ def _saved(folder: Path) -> list[Path]:
         ]
     except (ValueError, KeyError, TypeError) as error:
         found = one_line(error)
-        raise unusable(str(state), "what datasets saves", found, "save it again") from error
+        raise unusable(
+            str(state), "a file that datasets saved", found, "save the dataset again"
+        ) from error
     homes = folder.resolve(), folder.resolve().parent.parent / "blobs"
     for file in files:
         if not any(file.resolve().is_relative_to(home) for home in homes):
-            found = f"{str(file)!r}, which is none"
+            found = f"{str(file)!r}, which is outside"
             raise unusable(
                 str(state), "files of its folder", found, "copy the file into the folder"
             )
@@ -172,7 +174,7 @@ def _elements(file: Path) -> list:
         return parsed(file.read_bytes())
     except (ValueError, RecursionError) as error:
         found = one_line(error, kind=False)
-        raise unusable(str(file), "an array of JSON", found, "mend the file") from error
+        raise unusable(str(file), "an array of JSON", found, "correct the file") from error
 
 
 def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
@@ -200,7 +202,7 @@ def _rows(file: Path, scratch: Path | None) -> Iterator[dict[str, Any]]:
                 name = _unknown_column(file)
             if name:
                 fix = "leave the column out, or save it as a struct, a list or text of JSON"
-                raise unusable(str(file), "columns that datasets reads", name, fix) from error
+                raise unusable(str(file), "columns that datasets can read", name, fix) from error
             found = one_line(error.__cause__ or error, 200)
             raise unusable(str(file), f"a {file.suffix} file", found, "save it again") from error
         # As Arrow has them: `datasets` would open the files that columns of images and sounds name.
@@ -250,7 +252,7 @@ def no_room(error: BaseException | None) -> BaseException | None:
 
 
 def without_room(folder: str | Path, what: str, error: BaseException) -> DataError:
-    fix = "free some, or name other folders by XDG_CACHE_HOME and TMPDIR"
+    fix = "free some space, or name other folders by XDG_CACHE_HOME and TMPDIR"
     return unusable(str(folder), f"room for {what}", one_line(error, 200, kind=False), fix)
 
 

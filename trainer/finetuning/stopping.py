@@ -75,9 +75,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}; mend or delete it") from error
+        raise CheckpointError(f"{file}: {error}; correct or delete it") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: is no object of JSON; mend or delete it")
+        raise CheckpointError(f"{file}: is not a JSON object; correct or delete it")
     return content
 
 

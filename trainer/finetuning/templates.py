@@ -39,7 +39,7 @@ SWITCHES = "enable_thinking", "thinking"
 # Messages of a line whose template has no {% generation %}: it is rendered once for each answer, so that time grows
 # with the square of their number.
 MOST_MESSAGES = 2000
-RENDER = f"give it a role and a key that the template writes, or leave the key out{LEAVE_OUT}"
+RENDER = f"use a role and a key that the template renders, or leave the key out{LEAVE_OUT}"
 TEMPLATE = (
     "put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
     "end-of-turn token, and name it by --template"
@@ -123,7 +123,7 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
     except (MemoryError, ImportError):
         raise
     except Exception as error:  # whatever a template does with what it is given
-        raise BadLine("what the chat template takes", one_line(error)) from error
+        raise BadLine("messages that the chat template accepts", one_line(error)) from error
     counts = Counter(chain(*chain.from_iterable(spans)))
     # Not where a span ends and another begins.
     edges = sorted(edge for edge, count in counts.items() if count % 2)
@@ -170,7 +170,7 @@ def _template_of(file: str, own: str | None) -> str:
     sign, text = NAMED[file]
     if sign not in (own or ""):
         raise ValueError(
-            f"--template {file}: the model's own template has no {sign}; name a file, or the model's family"
+            f"--template {file}: needs a model whose own template has {sign}, and this one's has not; name a file"
         )
     return text.replace(OWN_TEXT, own)
 
@@ -199,7 +199,7 @@ class ChatTemplate:
             if forms.is_learned(message, where) and i >= first:
                 answers.append(i)
         if not answers:
-            raise BadLine("an answer (role assistant) that is learned", "none")
+            raise BadLine("an answer (role assistant) to train on", "none")
         how = self.arguments(line)
         spoken = [i for i in range(answers[-1] + 1) if turns[i]["role"] == "assistant"]
         marked = bool(MARKER.search(how["chat_template"])) and not first and spoken == answers
@@ -225,11 +225,11 @@ class ChatTemplate:
         if not forms.there(tools):
             tools = None
         else:
-            tools = forms.objects(tools, "tools, a list of objects or its JSON")
+            tools = forms.objects(tools, "tools as a list of objects or as JSON")
         own = line.get("chat_template_kwargs") or {}
-        own = forms.loaded(own, "chat_template_kwargs, an object")
+        own = forms.loaded(own, "chat_template_kwargs as an object")
         if not isinstance(own, dict):
-            raise BadLine("chat_template_kwargs, an object", type(own).__name__)
+            raise BadLine("chat_template_kwargs as an object", type(own).__name__)
         if self.tokenizer.chat_template is None:
             fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
@@ -242,8 +242,8 @@ class ChatTemplate:
         args = self.rules.template_args | own
         for name in [*args, "tools"] if tools else args:
             if not re.search(rf"\b{re.escape(name)}\b", text) or (name in args and name in OWN):
-                found = f"{name[:40]}, which it does not"
-                raise BadLine("what the chat template knows", found)
+                found = f"{name[:40]}, which it does not use"
+                raise BadLine("arguments that the chat template uses", found)
         return self.tokenizer.special_tokens_map | args | dict(chat_template=text, tools=tools)
 
     def rendered(
@@ -292,10 +292,10 @@ class ChatTemplate:
         number = len(turns)
         history, _ = render(turns[:-1], how)
         if commonprefix((history, before, whole)) != history or whole.startswith(before):
-            expected = "a template that only adds an answer to what comes before it"
+            expected = "a template that appends an answer to the text before it"
             return BadLine(expected, f"another text before or around message {number}", TEMPLATE)
         prompt, answer = before[len(history) :], whole[len(history) :]
-        expected = "an answer that begins as the generation prompt"
+        expected = "an answer that begins like the generation prompt"
         if "think>" in prompt:
             expected += f", which {'closes' if '</think>' in prompt else 'opens'} <think>"
         fix = way_on(how["chat_template"])
