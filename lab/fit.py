@@ -159,7 +159,7 @@ def planned(
         tell(f"a process holds {grouped(base)} MiB alone")
     else:
         tell("\n".join(report.honesty(q, False)))
-    if resolved.compile not in ("none", "fwdbwd"):
+    if resolved.compile not in ("none", "blocks", "fwdbwd"):
         tell(f"planned as --compile fwdbwd, not {resolved.compile}")
     return settings
 

@@ -92,7 +92,9 @@ class Trial:
         self.flags += ["--results", folder / "rows.jsonl", *["--save-async"] * chance.randint(0, 1)]
 
     def steps(self) -> list[int]:
-        return steps_in(self.folder / "run")
+        """Of the checkpoints that are whole."""
+        flipped = {Path(file).parent.name for file in self.flipped}
+        return [k for k in steps_in(self.folder / "run") if f"step-{k:08d}" not in flipped]
 
     def start(self, kind: str) -> float | None:
         """Starts the run, injects a failure of this kind; returns the seconds that this took until both ranks had
@@ -109,7 +111,8 @@ class Trial:
         if codes == [0, 0]:
             return None
         if not {*codes} <= KINDS[kind][-1]:
-            self.row["unforeseen"].append(f"{kind} ({injected}): exit codes {codes}")
+            with LOCK:
+                self.row["unforeseen"].append(f"{kind} ({injected}): exit codes {codes}")
         return seconds
 
     def until_its_end(self, most: int) -> int:
@@ -129,8 +132,9 @@ class Trial:
                 tear(self.folder / "rows.jsonl", self.chance)
             kept = max(self.steps(), default=0) - before
             before += kept
-            self.row["failures"][kind] += 1
-            self.row["seconds_lost"].append([kind, round(seconds - kept * self.step_s, 2)])
+            with LOCK:
+                self.row["failures"][kind] += 1
+                self.row["seconds_lost"].append([kind, round(seconds - kept * self.step_s, 2)])
         assert Job(2, self.flags, self.folder / "log").wait() == [0, 0], (self.folder / "log").read_text()[-3000:]
         return most
 

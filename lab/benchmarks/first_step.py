@@ -69,14 +69,21 @@ def write_model(folder: Path) -> dict[str, str]:
 
 
 def run_once(words: list[str], cache: Path, folder: Path) -> dict:
-    """The row of one process with this folder of compiled code. ValueError with its last line where it fails."""
+    """The row of one process with this folder of caches: compiled code, tokens. ValueError with its last line where it
+    fails."""
     results = folder / "rows.jsonl"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *words, "--results", str(results)],
         cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        env=os.environ
+        | dict(
+            TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
+            XDG_CACHE_HOME=f"{cache}/home",
+            HF_DATASETS_CACHE=f"{cache}/datasets",
+            TORCHINDUCTOR_COMPILE_THREADS="1",  # so that the compiler's seconds are the process's
+        ),
         capture_output=True,
         text=True,
     )

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import NormalDist, mean, stdev
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -219,7 +218,7 @@ def field_text() -> str:
         "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
         "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
         "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
-        "# reserved: [rows, least and most of what the allocator reserves, over what is planned to be allocated].",
+        "# reserved: [measured runs, least and most of what was reserved, over what is planned to be allocated].",
         "",
         "[constants]",
     ]
@@ -234,7 +233,7 @@ def field_text() -> str:
             "",
             "[reserved]",
             *(
-                f'"{kind}" = [{len(mine)}, {", ".join(f"{end:.3f}" for end in between(mine))}]'
+                f'"{kind}" = [{len(mine)}, {", ".join(f"{end:.3f}" for end in seen(mine))}]'
                 for kind, mine in sorted(reserved_runs(sizes()).items())
             ),
         ]
@@ -315,6 +314,9 @@ def summary(outcomes: Sequence[tuple[Row, float]]) -> list[str]:
     return [head, *(line(kind, mine) for kind, mine in sorted(by_kind.items()))]
 
 
+HERE = "one H100 and one H200 here"
+
+
 class Size(NamedTuple):
     """A measured peak, bytes, beside what is planned to be allocated. memory_is: what was measured."""
 
@@ -344,6 +346,7 @@ def sizes() -> list[Size]:
         for row in published()
         if row.memory
     ]
+    settings = []
     # Of h100.jsonl the eager rows: compiled ones are from before overlap.py ordered a backward for memory.
     for gpu, file, modes in (
         ("H100", "h100", ["none"]),
@@ -354,23 +357,25 @@ def sizes() -> list[Size]:
             known = r.get("peak_reserved_mib") and c.compile in modes
             if not known or not {"remat", "ahead"} <= vars(c).keys():
                 continue
+            flags = c.__dict__ | dict(
+                link=None
+            )  # another link is the same memory, and no second measurement
+            if flags in settings:
+                continue
+            settings.append(flags)
             planned = step_peak(c, c.world or r["world"]).nbytes
             name = f"row {number} of results/{file}.jsonl"
             for key, kind in (("peak_alloc_mib", "allocated"), ("peak_reserved_mib", "reserved")):
                 measured = r[key] * 2**20
-                peaks.append(Size(f"one {gpu}", name, False, f"max {kind}", planned, measured))
+                peaks.append(Size(HERE, f"{gpu}, {name}", False, f"max {kind}", planned, measured))
     return peaks
 
 
-def between(runs: Sequence[Size]) -> tuple[float, float]:
-    """An interval for the ratio of a run of another publication: 1 in 20 below, 1 in 20 above, if logarithms of ratios
-    are normal (Student's t, its quantile approximated). Runs of one publication resemble each other, so the degrees of
-    freedom are those of publications."""
-    logs = [math.log(run.ratio) for run in runs]
-    n = len({run.publication for run in runs})
-    z = NormalDist().inv_cdf(0.95)
-    t = z * (1 + (z * z + 1) / (4 * (n - 1))) * math.sqrt(1 + 1 / n)
-    return math.exp(mean(logs) - t * stdev(logs)), math.exp(mean(logs) + t * stdev(logs))
+def seen(runs: Sequence[Size]) -> tuple[float, float]:
+    """The least and the largest ratio. No interval with a probability: the sources are too few, and the runs of one
+    resemble each other."""
+    ratios = [run.ratio for run in runs]
+    return min(ratios), max(ratios)
 
 
 def reserved_runs(peaks: Iterable[Size]) -> dict[str, list[Size]]:
@@ -383,7 +388,8 @@ def reserved_runs(peaks: Iterable[Size]) -> dict[str, list[Size]]:
 
 
 def memory() -> list[str]:
-    """A line for each kind of measured memory, the cover of intervals, and a line for each published row."""
+    """A line for each kind of measured memory, how often a publication needs more than all others, and a line for each
+    row."""
     peaks = sizes()
     lines = ["memory, measured over planned to be allocated: rows, least, median, most"]
     by_kind = defaultdict(list)
@@ -394,12 +400,10 @@ def memory() -> list[str]:
         lines.append(
             f"{publication}, {kind}: {len(ratios)}, {', '.join(f'{x:.2f}' for x in figures)}"
         )
-    lines.append("reserved, each publication by the others: rows, inside %, needs more %")
+    lines.append("reserved: rows, publications, rows that need more than every other publication")
     for kind, mine in sorted(reserved_runs(peaks).items()):
-        inside, above = cover(mine)
-        lines.append(
-            f"{kind}: {len(mine)}, {100 * inside / len(mine):.0f}, {100 * above / len(mine):.0f}"
-        )
+        sources = len({size.publication for size in mine})
+        lines.append(f"{kind}: {len(mine)}, {sources}, {needing_more(mine)}")
     rows = ["", "planned GiB, measured GiB, measured over planned, row"]
     for size in peaks:
         figures = f"{size.planned / 2**30:.1f}, {size.measured / 2**30:.1f}, {size.ratio:.2f}"
@@ -407,14 +411,12 @@ def memory() -> list[str]:
     return lines + rows
 
 
-def cover(mine: Sequence[Size]) -> tuple[int, int]:
-    """Rows inside the interval that the other publications give, and rows above it."""
-    inside = above = 0
-    for size in mine:
-        low, high = between([x for x in mine if x.publication != size.publication])
-        inside += low <= size.ratio <= high
-        above += size.ratio > high
-    return inside, above
+def needing_more(mine: Sequence[Size]) -> int:
+    """Rows above all those of other publications."""
+    return sum(
+        size.ratio > seen([x for x in mine if x.publication != size.publication])[1]
+        for size in mine
+    )
 
 
 def beyond(rows: Sequence[Row]) -> list[Row]:

@@ -1,11 +1,12 @@
-"""finetune.py beside TRL's SFTTrainer: the same tiny Qwen2, chats, batches, loss and optimizer, on CPU threads.
+"""The step of finetune.py beside TRL's SFTTrainer: the same tiny Qwen2, chats, batches, loss and optimizer, on a CPU.
 
     pip install -e '.[trl]'
     python -m lab.benchmarks.trl --results results/trl.jsonl
     python -m lab.benchmarks.trl --pad pack --compile none --steps 20
 
 The trainer runs its own loop; between two of its steps one of finetune.py's runs, so that a busy machine slows both
-alike. A step is all from its batch to the updated weights, the host's reading of the loss among it. `ratio`: the median
+alike. Ours is without the loop around it: checks for signals and slow ranks, its log. A step is all from its batch to
+the updated weights, the host's reading of the loss among it. `ratio`: the median
 over steps of (tokens of answers per second of ours) / (those of TRL's step before it); `ratio_cpu`: the same by CPU
 seconds. With `--pad fixed` and `longest` each step has the same batch for both; `pack` packs by best fit in both,
 but in another order, and TRL lays the rows of a batch end to end. Before the first update both have the same loss of
@@ -240,6 +241,10 @@ def interleave(folder: Path, pad: str, mode: str, arguments: argparse.Namespace)
     figures |= dict(last_loss=round(losses[-1][0], 4), last_loss_trl=round(losses[-1][1], 4))
     if pad != "pack":
         figures["loss_apart"] = max(abs(a - b) / b for a, b in losses)
+        if figures["loss_apart"] > 1e-3:
+            raise ValueError(
+                f"--pad {pad}: losses differ by {figures['loss_apart']:.1e} after updates"
+            )
     learned = [int((one[2] != IGNORE).sum()) for one in ours]
     learned_trl = [int((labels != -100).sum()) for labels, _ in trainer.seen]
     for clock, name in enumerate(("", "_cpu")):
@@ -280,9 +285,7 @@ def measure_alone(folder: Path, pad: str, mode: str, arguments: argparse.Namespa
     figures = {}
     for name, words in programs.items():
         with tempfile.TemporaryDirectory() as place:
-            for variable in ("XDG_CACHE_HOME", "HF_DATASETS_CACHE"):
-                os.environ[variable] = f"{place}/{variable}"
-            row = first_step.run_once(words, Path(place, "inductor"), Path(place))
+            row = first_step.run_once(words, Path(place, "caches"), Path(place))
         # finetune.py counts its peak anew after the first step.
         peaks = row["peak_rss_mib"], row.get("first_step_peak_mib") or 0
         end = "" if name == "ours" else "_trl"

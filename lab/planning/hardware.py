@@ -65,7 +65,8 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
 
 
 def field_data() -> dict[str, dict]:
-    """field.toml: {"constants": .., "bars": {kind: (rows, error)}, "ran": {"beyond_limit": (planned so, rows)}}."""
+    """field.toml: {"constants": .., "bars": {kind: (rows, error)}, "ran": {"beyond_limit": (planned so, rows)},
+    "reserved": {"gate" or "no gate": (runs, least, most)}}."""
     return tomllib.loads(FIELD.read_text())
 
 

@@ -30,13 +30,13 @@ def kind_of(q: Question) -> str:
 
 
 def reserved(q: Question) -> tuple[int, float, float]:
-    """What torch's allocator reserves over what is planned to be allocated: how many measured runs say so, and an
-    interval for others, of which at most 1 in 20 needs more."""
+    """What torch's allocator reserved over what is planned to be allocated, in so many measured runs: the least and the
+    most. Others may need more."""
     return hardware.field_data()["reserved"]["gate" if q.a.gated else "no gate"]
 
 
 def verdict(q: Question, peak: float, limit: float) -> str:
-    """fits: with all that the allocator may reserve; may fit: what is allocated does."""
+    """fits: with the most that the allocator has reserved; may fit: what is allocated does."""
     high = reserved(q)[2]
     return "fits" if high * peak <= limit else "may fit" if peak <= limit else "DOES NOT FIT"
 
@@ -163,7 +163,7 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     low = max(low, 1.0)
     text.append(
         f"reserved {mib(low * answer.peak.nbytes)} to {mib(high * answer.peak.nbytes)} MiB by torch's allocator: "
-        f"{low:.2f} to {high:.2f} of the peak, which is what is allocated ({rows} runs; 1 in 20 needs more)"
+        f"{low:.2f} to {high:.2f} of the peak, which is allocated, in {rows} measured runs; others may need more"
     )
     within = ""
     if error := bar(q):
@@ -227,7 +227,7 @@ def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     text = (
         [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)]
         if top
-        else ["no plan fits"]
+        else ["no plan fits with what the allocator may reserve"]
     )
     text.append("front of memory against time:")
     return text + [line("  " + search.label(each.c, q.c), each, q, reserve_gib) for each in front]

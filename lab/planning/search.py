@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
@@ -357,7 +358,7 @@ class Plan:
     """Rank of LoRA adapters on every linear layer of the blocks except experts. All other weights are frozen in the
     dtype of config.json. 0: all weights are trained."""
     reserve_gib: float = hardware.RESERVE_GIB
-    """GPU memory in GiB that the step cannot use: CUDA's context, NCCL's buffers, fragmentation of the allocator."""
+    """GPU memory in GiB that the step cannot use: CUDA's context, NCCL's buffers."""
     tokens: float = 0.0
     """Tokens to train on, such as 2e12. The answer then gives days, GPU-hours and, with --price, the cost."""
     price: float = 0.0
@@ -385,15 +386,20 @@ class Both(flags.Config):
 
 
 def of_command(argv: Sequence[str]) -> list[str]:
-    """The words of plan.py for those of a command that runs main.py, under torchrun or not."""
-    if "main.py" not in argv:
+    """The words of plan.py for those of a command that runs main.py, under torchrun or not. Of torchrun's own flags
+    the numbers of processes and of nodes count (of 1:4 nodes, 4)."""
+    at = next((i for i, word in enumerate(argv) if Path(word).name == "main.py"), None)
+    if at is None:
         return [*argv]
-    at = list(argv).index("main.py")
-    words = " ".join(argv[:at]).replace("=", " ").split()
-    names = {"--nproc-per-node": "--gpus", "--nnodes": "--nodes"}
     programs = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
-    before = [names.get(word, word) for word in words if not programs.fullmatch(word)]
-    return [*before, *argv[at + 1 :]]
+    first = next((i for i, word in enumerate(argv[:at]) if programs.fullmatch(word)), at)
+    words = " ".join(argv[first:at]).replace("=", " ").split()
+    names = {"nproc-per-node": "--gpus", "nnodes": "--nodes"}
+    sizes = []
+    for word, value in pairwise(words):
+        if name := names.get(word.removeprefix("--").replace("_", "-")):
+            sizes += [name, value.rpartition(":")[2]]
+    return [*argv[:first], *sizes, *argv[at + 1 :]]
 
 
 def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:

@@ -107,11 +107,9 @@ def measure(setting: dict, args=None) -> dict:
         + model.mlp_width * (1 + 2 * (model.matrices == 3))
         + model.attention * 5 * model.width
     )
-    kv_cache = 2 * model.blocks * values  # bytes a token
+    saved = 2 * model.blocks * values  # bytes a token
     devices = next(
-        n
-        for n in range(1, 10**7)
-        if states / n + kv_cache / 2 * (1 + 1 / n) <= GB * model.device_gb
+        n for n in range(1, 10**7) if states / n + saved / 2 * (1 + 1 / n) <= GB * model.device_gb
     )
     once = block(model, 1.0)
     sums = threshold(once["compute"], once["weights"], once["activations"])
@@ -124,10 +122,10 @@ def measure(setting: dict, args=None) -> dict:
     row = {
         "parameters": parameters,
         "states GiB": states / GIB,
-        "kept GiB per token": kv_cache / GIB,
+        "kept GiB per token": saved / GIB,
         "devices of 80": math.ceil(states / (80 * GB)),
         "devices of 80 GiB": math.ceil(states / (80 * GIB)),
-        "kept GiB per token sharded by half": kv_cache / 2 * (1 + 1 / n) / GIB,
+        "kept GiB per token sharded by half": saved / 2 * (1 + 1 / n) / GIB,
         f"devices of {model.device_gb:g}": devices,
         "batch tokens": sums,
         "batch tokens a device": sums / n,

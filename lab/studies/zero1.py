@@ -260,19 +260,19 @@ def counted(setting: dict, device: torch.device) -> dict[str, float]:
         step()
         simulated_world.log().clear()
         step()
-        peaks: dict[str, float] = {}
+        sent: dict[str, float] = {}
         for call in simulated_world.log():
             # Of a broadcast: the last of a ring sends nothing on.
             share = (call.ranks - 1) / call.ranks
-            steps = (
+            nbytes = (
                 share * call.nbytes
                 if call.op == "broadcast"
                 else sent_bytes(call.op, call.nbytes, call.ranks)
             )
-            peaks[call.op] = peaks.get(call.op, 0.0) + steps
+            sent[call.op] = sent.get(call.op, 0.0) + nbytes
     finally:
         simulated_world.stop()
-    return peaks
+    return sent
 
 
 def arithmetic(way: str, parameters: float, n: int) -> tuple[float, float, float]:

@@ -172,7 +172,9 @@ def test_steps_of_compiled_blocks_on_an_h200_beside_those_of_one_graph():
 def test_the_command_of_readme_can_be_planned(plan):
     """By plan.py before it; and FSDP2's compiled blocks."""
     usual = plan("--gpus 8 --remat both")
-    for before in ("torchrun --nproc-per-node 8 main.py", "--gpu h100 .venv/bin/python main.py --world 8"):
+    for before in ("torchrun --nproc-per-node 8 main.py", "--gpu h100 .venv/bin/python main.py --world 8",
+                   "torchrun --standalone --max-restarts 3 --nproc_per_node=8 ./main.py",
+                   "python3 -m torch.distributed.run --nnodes 1:1 --nproc-per-node 8 -m main.py"):
         assert plan(f"{before} --remat both") == usual
     nodes = plan("torchrun --nnodes=2 --nproc-per-node=8 main.py --remat both")
     assert nodes == plan("--gpus 8 --nodes 2 --remat both")

@@ -44,9 +44,9 @@ def test_both_learn_the_same_in_turns_and_the_row_has_a_table(tmp_path):
         assert row["first_loss"] == pytest.approx(row["first_loss_trl"], rel=1e-5) and row["n"] == 2
         assert row["ratio"] > 0 and row["ratio_cpu"] > 0 and row["trl"]
     assert fixed["loss_apart"] < 1e-5, "the updates differ"
-    assert packed["tok_s"] > fixed["tok_s"], "rows that are packed hold more to learn"
+    assert packed["tok_cpu_s"] > fixed["tok_cpu_s"], "rows that are packed hold more to learn"
     _, columns = tables.trl(rows)
-    assert dict(columns)["--pad"] == ["pack", "fixed"] or dict(columns)["--pad"] == ["fixed", "pack"]
+    assert sorted(dict(columns)["--pad"]) == ["fixed", "pack"]
 
 
 @needs_trl
