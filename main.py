@@ -8,11 +8,12 @@ of it a method of `Step` in trainer/step.py. What surrounds it (signals, hanging
 is `run`, of trainer/run.py.
 
 Where to add what: a second loss term of logits and targets in `cross_entropy` of model.py (a sum over tokens; it counts
-in evaluation, too, and --loss chunked does not call it), an optimizer in trainer/optimizer.py, used as AdamW is there
-(params, lr, t, moments, step), made in `make_optimizer` of trainer/parallelize.py, a schedule
-in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py, where the flags are), a figure of
-each logged step as `run.log_step(k, loss, lr, name=value)`, a column of the row as
-`run.extra_columns["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
+in training with --loss full; --loss chunked and evaluation compute the cross-entropy alone), an optimizer in
+trainer/optimizer.py, used as AdamW is there (params, decaying, lr, t, moments, step), made in `make_optimizer` of
+trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py,
+where the flags are), a figure of each logged step as `run.log_step(k, loss, lr, name=value)` (if `run.logged`, since
+reading it waits for the device), a column of the row as `run.extra_columns["name"] = value`. Exit codes:
+trainer/fault_tolerance/errors.py.
 
 Shapes: B sequences of this rank in a batch, b of them in a micro-batch, T tokens in each (--seqlen).
 """
@@ -84,8 +85,8 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     grads = step.reduce(grads)
     loss = step.average(loss)
     with torch.no_grad():
-        # On CUDA with --compile fwdbwd the lines below `else` do not run: `Step.update` of trainer/step.py, compiled,
-        # does the same. Who changes one changes both.
+        # On CUDA with --compile fwdbwd, but for adamw8bit, the lines below `else` do not run: `Step.update` of
+        # trainer/step.py, compiled, does the same. Who changes one changes both.
         if step.compiled_update is not None:
             norm, refused = step.compiled_update(grads, loss)
         else:

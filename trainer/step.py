@@ -2,7 +2,7 @@
 
     step = make_step("fwdbwd", model, AdamW(model.parameters(), lr=3e-4), grad_accum=2, clip=1.0, chunk=2048)
     loss = step(tokens, targets)              # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
-    step.grad_norm, step.bad                  # before clipping; 1.0: not finite or above norm_limit, nothing updated
+    step.grad_norm, step.bad                  # before clipping; 1.0: 0, not finite or above norm_limit: no update
 
 A micro-batch's loss is the sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.

@@ -1,0 +1,1 @@
+"""The trainer beside others: FSDP2, DDP, TRL, published runs."""

@@ -1,0 +1,1 @@
+"""Collectives, generated code and peak memory of a setting, without a GPU."""

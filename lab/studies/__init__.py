@@ -1,0 +1,1 @@
+"""One question of the field each, beside published figures."""

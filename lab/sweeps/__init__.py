@@ -1,0 +1,1 @@
+"""Many settings, one row each, also as a SLURM array."""

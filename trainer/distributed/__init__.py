@@ -1,0 +1,1 @@
+"""Ranks: what torchrun tells, the process group, joint decisions, simulated ranks."""

@@ -1,0 +1,1 @@
+"""What finetune.py adds: Hugging Face models, chat data, adapters, export."""

@@ -1,0 +1,1 @@
+"""What a step costs: time, memory, FLOPs, traces."""
