@@ -8,19 +8,26 @@
 
 Peak memory is a formula, checked against the memory of generated code. Time is a roofline with one stream for
 computation and one for collectives (docs/planner.md). Each answer states its error on runs that were measured. It
-imports no torch, except with --exact and for model classes that it has no formula for. Besides the flags below it
-takes those of main.py that describe the model and the step (python main.py --help).
+needs tyro (pip install tyro), and torch only with --exact and for model classes that it has no formula for. Besides
+the flags below it takes those of main.py that describe the model and the step (python main.py --help).
 """
 
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib.util import find_spec
+
+from trainer.terminal.output import answering, fail, put
+
+if __name__ == "__main__":
+    # It may run before any installation: all else that it imports is Python's own or lies beside it.
+    if not find_spec("tyro"):
+        fail("plan.py needs tyro: pip install tyro", 0)
 
 from lab.planning import report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
 from trainer.terminal.command_line import flag
-from trainer.terminal.output import answering, fail, put
 from trainer.terminal.text import did_you_mean
 
 # By --what-if, of plan.py's own.

@@ -122,6 +122,12 @@ def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, fig
     assert max((ROOT / "docs" / f"{figure}.{end}").stat().st_size for end in ("svg", "png")) < 200_000
 
 
+def test_the_plan_that_the_readme_shows_is_what_plan_py_prints():
+    command, *shown = re.search(r"^\$ python (plan\.py .*?)\n```", README, re.DOTALL | re.MULTILINE)[1].splitlines()
+    printed = ran(sys.executable, *command.split()).out.splitlines()
+    assert shown and [line for line in printed if line in shown] == [line for line in shown if line != ".."]
+
+
 def test_every_promised_fault_has_one_row_and_tests():
     assert sorted(map(int, FAULTS)) == sorted(map(int, SHOWN_BY)) == sorted(PROMISED)
 

@@ -146,8 +146,8 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     )
     fits = verdict(q, answer.peak.nbytes, limit)
     text.append(
-        f"peak {mib(answer.peak.nbytes)} MiB: {fits} in {mib(limit)} "
-        f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}"
+        f"peak {mib(answer.peak.nbytes)} MiB: {fits} in {mib(limit)} MiB "
+        f"({mib(q.gpu.memory)} minus {reserve_gib:g} GiB kept free); reached during: {answer.peak.moment}"
     )
     if limit < answer.peak.nbytes <= q.gpu.memory:
         beyond, rows = hardware.field_data()["ran"]["beyond_limit"]
@@ -271,8 +271,8 @@ def honesty(q: Question, single: bool = True) -> list[str]:
     ]
     if error := bar(q):
         text = [
-            f"time: predicted; of {error[0]} published runs ({kind_of(q)}), by constants fitted without their "
-            f"publication, and of all {kind_of(q).split(',')[0]} ones 85 % were within {100 * error[1]:.0f} %"
+            f"time: predicted; of {error[0]} published runs ({kind_of(q)}), and of all {kind_of(q).split(',')[0]} "
+            f"ones, 85 % were within {100 * error[1]:.0f} %, by constants fitted without their publication"
         ]
     text += [f"EXTRAPOLATED for {doubt}" for doubt in doubts(q, q.peak().nbytes if single else 0)]
     return [*text, peak_error(q)]
@@ -304,6 +304,6 @@ def peak_error(q: Question) -> str:
         return f"peak: predicted; with a gated MLP it was off by at most {worst} % in {rows} settings of generated code"
     median, worst, rows = PEAK_ERROR
     return (
-        f"peak: predicted; beside generated code of {rows} drawn settings of the reference transformer it was off by "
-        f"{median:.2f} % (median), {worst:.1f} % (worst). --exact simulates it"
+        f"peak: predicted; beside generated code of {rows} settings drawn over all options of the reference "
+        f"transformer it was off by {median:.2f} % (median), {worst:.1f} % (worst). --exact simulates it"
     )

@@ -280,7 +280,7 @@ class Weights:
             self.op(f"adapter of {part}", reads, made, work=work)
         else:
             made = self.make(name, self.weights[part] * self.p)
-            self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
+            self.op(f"gradient of {part}'s weight", reads, made, work=(("mm", rows, self.n, cols),))
         if self.gathers or self.reduces:
             grads.append(name)
         else:

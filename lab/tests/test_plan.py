@@ -240,6 +240,13 @@ def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
         assert said in done.stdout
 
 
+def test_without_tyro_one_line_says_what_to_install():
+    command = [sys.executable, "-E", "-S", "plan.py", "--gpus", "8"]  # -S: without site-packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = "error: plan.py needs tyro: pip install tyro\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 @pytest.mark.parametrize("tokens, said", [
     ("1e12", r"1e12 tokens: \d\d\.\d days, \d'\d{3} GPU-hours, cost \d'\d{3}"),
     ("123456789", r"123456789 tokens: 0\.\d\d hours, 0\.\d\d GPU-hours, cost 0\.\d\d"),
