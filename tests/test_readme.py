@@ -126,6 +126,8 @@ def test_the_plan_that_the_readme_shows_is_what_plan_py_prints():
     command, *shown = re.search(r"^\$ python (plan\.py .*?)\n```", README, re.DOTALL | re.MULTILINE)[1].splitlines()
     printed = ran(sys.executable, *command.split()).out.splitlines()
     assert shown and [line for line in printed if line in shown] == [line for line in shown if line != ".."]
+    other = ran(sys.executable, *command.replace("h100", "h200").split()).out
+    assert f"\nstep {re.search(r'on an H200, for which the plan is (.+ ms)', README)[1]}," in other
 
 
 def test_every_promised_fault_has_one_row_and_tests():
