@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Lightning's StochasticWeightAveraging leaves the last epoch out: it averages the weights that epochs begin with.
+#
+# Seen: A weight that grows by 2 an epoch is 2, 4, .. 12 at the ends of six epochs. With swa_epoch_start=3 (or 0.5) the
+#   model after fit has 7, the mean of 4, 6, 8 and 10: the third epoch, in which averaging starts, counts as it was
+#   before, and the sixth not at all. With swa_epoch_start=6 the model has 10: the whole last epoch is thrown away.
+#   With a BatchNorm layer it is 8 and 11: in the epoch that is added for its statistics, said to run without backward,
+#   the optimizer steps once from the mean with the gradient of the last batch, which still stands. torch's
+#   AveragedModel, updated after the epochs 3 to 6, has 9, and so has Lightning's own WeightAveraging callback.
+# Versions: torch 2.13.0, lightning 2.6.6, numpy 2.4.6 on Python 3.11, on a CPU.
+# Expected: The mean of the weights after each epoch from the start on, the last one included, and nothing else.
+# Why it matters: The last epoch costs its time and changes nothing; where few epochs are averaged (at the default of 0.8
+#   of 5 epochs the ends of the third and the fourth) the model is as many steps behind.
+set -euo pipefail
+python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
+packages=(lightning==2.6.6 numpy==2.4.6 torch==2.13.0)
+unset PYTHONOPTIMIZE  # the checks are asserts
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+if [ -z "$python" ]; then
+    python3 -m venv venv || exit 3
+    python=$folder/venv/bin/python
+    install() { "$python" -m pip install -q --no-compile "$@"; }
+    # PyPI's torch brings gigabytes of CUDA: the CPU build (+cpu goes to torch, the last package)
+    # from where pip looks anyway, else from its own index; then pip's error about the first is no failure
+    install "${packages[@]}+cpu" ||
+        install --extra-index-url https://download.pytorch.org/whl/cpu "${packages[@]}" || exit 3
+fi
+export OMP_NUM_THREADS=1 HF_HOME=$folder/cache HF_HUB_OFFLINE=1 TORCHINDUCTOR_CACHE_DIR=$folder/inductor
+"$python" - "${packages[@]}" <<'END'
+import importlib.metadata
+import sys
+
+for pinned in sys.argv[1:]:
+    name, version = pinned.split("==")
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
+    print(name, installed)
+    if installed.split("+")[0] != version:
+        print(f"this program is about {name} {version}", file=sys.stderr)
+        sys.exit(3)
+END
+cat > finding.py <<'END'
+import logging
+import tempfile
+import warnings
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Growing(LightningModule):
+    """Its weight grows by the learning rate of 1 in each of the two steps of an epoch."""
+
+    def __init__(self, batch_norm):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.norm = torch.nn.BatchNorm1d(1) if batch_norm else torch.nn.Identity()
+        self.after_epochs = []
+        self.averaged = [torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1, bias=False))]  # a list: no submodule
+        self.averaged_from = 0
+
+    def training_step(self, batch, index):
+        return -self.weight + 0 * self.norm(batch).sum()
+
+    def on_train_epoch_end(self):
+        if len(self.after_epochs) == 6:
+            return  # the epoch that is added for BatchNorm
+        self.after_epochs.append(self.weight.item())
+        if len(self.after_epochs) >= self.averaged_from:
+            now = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(now.weight, self.weight.item())
+            self.averaged[0].update_parameters(now)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.weight], lr=1.0)
+
+
+class AfterEpochs(WeightAveraging):
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None and epoch_idx + 1 >= 3
+
+
+def fit(callback, averaged_from, batch_norm=False):
+    model = Growing(batch_norm)
+    model.averaged_from = averaged_from
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=6, logger=False, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tempfile.mkdtemp(dir="."),
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(4, 1), batch_size=2))
+    assert model.after_epochs == [2, 4, 6, 8, 10, 12], model.after_epochs
+    return model.weight.item(), model.averaged[0].module.weight.item()
+
+
+for start, first, expected in ((3, 3, 7), (0.5, 3, 7), (6, 6, 10)):
+    for batch_norm in (False, True):
+        callback = StochasticWeightAveraging(swa_lrs=1.0, swa_epoch_start=start, annealing_epochs=1)
+        found, reference = fit(callback, first, batch_norm)
+        print(f"swa_epoch_start={start}, BatchNorm {batch_norm}: the weight is {found}, AveragedModel has {reference}")
+        assert found == expected + batch_norm, found
+        assert reference == (9 if first == 3 else 12), reference
+
+found, reference = fit(AfterEpochs(), 3)
+print(f"WeightAveraging after the epochs 3 to 6: {found}")
+assert found == reference == 9, (found, reference)
+END
+"$python" finding.py
