@@ -60,7 +60,7 @@ def sweep(request: Plan, words: list[str]) -> list[str]:
 
 def fit(request: Plan, q: search.Question) -> list[str]:
     """The lines of --fit. ValueError if no number of GPUs divides the sequences of a step."""
-    sequences = q.ranks * q.c.batch * q.c.grad_accum
+    sequences = q.ranks * q.config.batch * q.config.grad_accum
     limit = q.gpu.memory - request.reserve_gib * 2**30
     asked = [n for n in request.fit if n > 0 and sequences % n == 0]
     if len(asked) < len(request.fit):

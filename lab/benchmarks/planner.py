@@ -84,13 +84,18 @@ class Row(NamedTuple):
     peak: float  # bytes allocated, planned
 
     def asked(self, constants: dict[str, float]) -> Question:
-        eager = self.q.c.compile == "none"
+        eager = self.q.config.compile == "none"
         return replace(self.q, gpu=hardware.field(hardware.gpu(self.name), eager, constants))
 
     def error(self, constants: dict[str, float]) -> float:
         """Planned tokens per second over the published ones, less 1."""
-        c = self.q.c
-        planned = c.batch * c.grad_accum * c.seqlen / self.asked(constants).time(self.tape).seconds
+        config = self.q.config
+        planned = (
+            config.batch
+            * config.grad_accum
+            * config.seqlen
+            / self.asked(constants).time(self.tape).seconds
+        )
         return planned / self.tokens - 1
 
 
@@ -108,7 +113,7 @@ def published() -> tuple[Row, ...]:
             )
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
             tape = q.tape
-            peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
+            peak = step_peak(q.config, q.ranks, q.a, q.gpu.arch, tape).nbytes
             tokens = float(r["tok_s_per_gpu"])
             kind = r.get("memory_is", "")
             rows.append(Row(source, setting, tokens, memory, kind, request.gpu, q, tape, peak))
@@ -139,7 +144,7 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
         off = 0.3 * sum(math.log(x[name] / usual) ** 2 for name, usual in NEUTRAL.items() if usual)
         for row, terms in zip(rows, parts, strict=True):
             like = row.q.gpu.like
-            eager = row.q.c.compile == "none"
+            eager = row.q.config.compile == "none"
             passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
             core = x[f"{like} eager attention"] if eager else 1.0
             seconds = (
@@ -155,7 +160,9 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
             seconds *= 1 + x["straggling"] * math.log2(max(row.q.ranks / row.q.per_node, 1))
             off += abs(
                 math.log(
-                    seconds * row.tokens / (row.q.c.batch * row.q.c.grad_accum * row.q.c.seqlen)
+                    seconds
+                    * row.tokens
+                    / (row.q.config.batch * row.q.config.grad_accum * row.q.config.seqlen)
                 )
             )
         return off
@@ -353,17 +360,17 @@ def sizes() -> list[Size]:
         ("H200", "h200_order", ["fwdbwd", "blocks"]),
     ):
         for number, r in enumerate(read_jsonl(ROOT / f"results/{file}.jsonl"), 1):
-            c = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
-            known = r.get("peak_reserved_mib") and c.compile in modes
-            if not known or not {"remat", "ahead"} <= vars(c).keys():
+            config = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
+            known = r.get("peak_reserved_mib") and config.compile in modes
+            if not known or not {"remat", "ahead"} <= vars(config).keys():
                 continue
-            flags = c.__dict__ | dict(
+            flags = config.__dict__ | dict(
                 link=None
             )  # another link is the same memory, and no second measurement
             if flags in settings:
                 continue
             settings.append(flags)
-            planned = step_peak(c, c.world or r["world"]).nbytes
+            planned = step_peak(config, config.world or r["world"]).nbytes
             name = f"row {number} of results/{file}.jsonl"
             for key, kind in (("peak_alloc_mib", "allocated"), ("peak_reserved_mib", "reserved")):
                 measured = r[key] * 2**20
@@ -456,10 +463,10 @@ def simulated(path: Path) -> list[Compared]:
     """MiB of rows of `lab.benchmarks.peaks` that a plan covers: of our own policy, --compile fwdbwd or blocks."""
     compared = []
     for row in read_jsonl(path):
-        c = SimpleNamespace(**row["flags"])
-        covered = c.compile in ("fwdbwd", "blocks") and not row["published"]
+        config = SimpleNamespace(**row["flags"])
+        covered = config.compile in ("fwdbwd", "blocks") and not row["published"]
         if covered and row["outcome"] == "ok":
-            peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
+            peak = step_peak(config, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
             compared.append(Compared(row["line"] or row["command"], peak, row["simulated_mib"]))
     return compared
 
@@ -480,27 +487,33 @@ def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, fl
                 attn="flex" if p.get("attn", "flex").startswith("flex") else "auto",
                 compile=p.get("compile", "fwdbwd"),
             )
-            c = SimpleNamespace(**(usual | changed))
+            config = SimpleNamespace(**(usual | changed))
             ms = p["ms"]
             if axis == "mfu":
-                ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
+                ms = (
+                    1e5
+                    * flops_per_token(config, config.seqlen)
+                    * config.batch
+                    * config.seqlen
+                    / (p["mfu"] * A100)
+                )
             if ms and p["device"] == device and "max-autotune" not in str(p.get("attn")):
-                yield f"{axis} {' '.join(map(str, key))}", c, p["ranks"], ms
+                yield f"{axis} {' '.join(map(str, key))}", config, p["ranks"], ms
 
 
-def predicted_ms(c: SimpleNamespace, ranks: int, gpu: hardware.Gpu, between: str) -> float:
+def predicted_ms(config: SimpleNamespace, ranks: int, gpu: hardware.Gpu, between: str) -> float:
     """Of a step of the reference transformer over a link, as --link names it."""
-    serial = gpu.serial_link and "plain" in c.compile_options
+    serial = gpu.serial_link and "plain" in config.compile_options
     bandwidth = link(gpu.serial_link if serial else between)
-    return 1e3 * step_time(c, ranks, reference(c), gpu, bandwidth).seconds
+    return 1e3 * step_time(config, ranks, reference(config), gpu, bandwidth).seconds
 
 
 def published_times(device: str = "A100SXM", name: str = "a100-80") -> list[Compared]:
     """Milliseconds of the published steps on a device."""
     gpu = hardware.gpu(name)
     return [
-        Compared(step, predicted_ms(c, ranks, gpu, gpu.link), ms)
-        for step, c, ranks, ms in published_steps(device)
+        Compared(step, predicted_ms(config, ranks, gpu, gpu.link), ms)
+        for step, config, ranks, ms in published_steps(device)
     ]
 
 
@@ -516,9 +529,9 @@ def own_times(
         if not whole or flags["compile"] not in modes or flags["wrapper"] == "ddp":
             continue
         if flags["ahead"] <= 1 and not flags.get("keep_last") and row.get("step_ms_min"):
-            c = SimpleNamespace(**flags)
-            ranks = c.world or row["world"]
-            planned = predicted_ms(c, ranks, hardware.gpu(gpu), c.link)
+            config = SimpleNamespace(**flags)
+            ranks = config.world or row["world"]
+            planned = predicted_ms(config, ranks, hardware.gpu(gpu), config.link)
             name = f"row {number} of results/{file}.jsonl"
             compared.append(Compared(name, planned, row["step_ms_min"]))
     return compared

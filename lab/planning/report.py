@@ -22,7 +22,7 @@ def kind_of(q: Question) -> str:
     """What an answer has in common with the published runs that say how far off it is."""
     return ", ".join(
         (
-            "eager" if q.c.compile == "none" else "compiled",
+            "eager" if q.config.compile == "none" else "compiled",
             "scaled GPU" if q.gpu.scaled else "measured GPU",
             "several nodes" if q.ranks > q.per_node else "one node",
         )
@@ -56,7 +56,7 @@ def unlike(q: Question) -> list[str]:
         reasons.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
         reasons.append("this architecture: only dense blocks with full attention were checked")
-    if getattr(q.c, "lora", 0) or getattr(q.c, "optimizer", "adamw") != "adamw":
+    if getattr(q.config, "lora", 0) or getattr(q.config, "optimizer", "adamw") != "adamw":
         reasons.append("LoRA, Muon and adamw8bit: no run with any is published here")
     if many := of_one_node(q):
         reasons.append(
@@ -72,7 +72,7 @@ def doubts(q: Question, peak: float) -> list[str]:
         reasons.append(
             "eager blocks with a gate on one node: published runs were slower or faster by up to a quarter"
         )
-    if q.ranks > q.per_node and q.c.batch * q.c.seqlen <= FEW_TOKENS:
+    if q.ranks > q.per_node and q.config.batch * q.config.seqlen <= FEW_TOKENS:
         reasons.append(
             f"at most {FEW_TOKENS} tokens a micro-batch over several nodes: the network decides, which is seldom stated"
         )
@@ -94,17 +94,17 @@ def small(value: float) -> str:
 
 def mfu(q: Question, answer: Answer) -> dict[str, float]:
     """Percent of the GPU's peak: mfu counts attention to unmasked keys, mfu_palm to all, hfu all that is multiplied."""
-    c = answer.c
+    config = answer.config
     a = q.a
-    tokens = c.batch * c.seqlen * c.grad_accum
-    frozen = 2 * tokens * a.multiplied if getattr(c, "lora", 0) else 0  # has no gradient
+    tokens = config.batch * config.seqlen * config.grad_accum
+    frozen = 2 * tokens * a.multiplied if getattr(config, "lora", 0) else 0  # has no gradient
     flops = {
-        "mfu": tokens * a.flops_per_token(c.seqlen, "causal") - frozen,
-        "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm") - frozen,
+        "mfu": tokens * a.flops_per_token(config.seqlen, "causal") - frozen,
+        "mfu_palm": tokens * a.flops_per_token(config.seqlen, "palm") - frozen,
     }
-    seen = a.keys(c.seqlen, "causal") / c.seqlen
+    seen = a.keys(config.seqlen, "causal") / config.seqlen
     done = 0.0
-    tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
+    tape = q.tape if config is q.config else Step(config, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
             done += (
@@ -114,7 +114,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
                 if w[0] == "attention"
                 else 0
             )
-    flops["hfu"] = done * c.grad_accum
+    flops["hfu"] = done * config.grad_accum
     return {name: 100 * n / answer.time.seconds / q.gpu.peak for name, n in flops.items()}
 
 
@@ -133,7 +133,7 @@ def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
 def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[str]:
     """The answer to one plan."""
     a = q.a
-    c = q.c
+    config = q.config
     answer = q.answer()
     limit = q.gpu.memory - reserve_gib * 2**30
     text = [f"model {a.name}: {grouped(a.parameters)} parameters"]
@@ -141,8 +141,8 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         text[0] += f", {grouped(a.active_parameters)} active"
     text += [f"note: {a.note}"] * bool(a.note)
     text.append(
-        f"{q.ranks} x {q.gpu.name}, {c.batch} x {grouped(c.seqlen)} tokens a rank and micro-batch, "
-        f"{grouped(q.ranks * c.batch * c.grad_accum * c.seqlen)} tokens a step"
+        f"{q.ranks} x {q.gpu.name}, {config.batch} x {grouped(config.seqlen)} tokens a rank and micro-batch, "
+        f"{grouped(q.ranks * config.batch * config.grad_accum * config.seqlen)} tokens a step"
     )
     fits = verdict(q, answer.peak.nbytes, limit)
     text.append(
@@ -225,12 +225,14 @@ def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     if plot:
         draw(front, plot, limit)
     text = (
-        [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)]
+        [HEADING, line("best: " + search.label(top.config, q.config), top, q, reserve_gib)]
         if top
         else ["no plan fits with what the allocator may reserve"]
     )
     text.append("front of memory against time:")
-    return text + [line("  " + search.label(each.c, q.c), each, q, reserve_gib) for each in front]
+    return text + [
+        line("  " + search.label(each.config, q.config), each, q, reserve_gib) for each in front
+    ]
 
 
 def draw(front: list[Answer], path: str, limit: float) -> None:
@@ -280,20 +282,20 @@ def honesty(q: Question, single: bool = True) -> list[str]:
 
 def peak_error(q: Question) -> str:
     """How far to trust the peak: only compiled steps with AdamW were compared with generated code."""
-    c = q.c
+    config = q.config
     others = [
-        getattr(c, "lora", 0),
-        getattr(c, "remat_ops", False),
-        "plain" in c.compile_options,
-        getattr(c, "logits", "auto") == "fp32",
-        getattr(c, "master_dtype", "fp32") != "fp32",
-        getattr(c, "optimizer", "adamw") != "adamw",
+        getattr(config, "lora", 0),
+        getattr(config, "remat_ops", False),
+        "plain" in config.compile_options,
+        getattr(config, "logits", "auto") == "fp32",
+        getattr(config, "master_dtype", "fp32") != "fp32",
+        getattr(config, "optimizer", "adamw") != "adamw",
         q.a.experts,
         q.a.note,
     ]
-    if c.compile == "none" or any(others):
+    if config.compile == "none" or any(others):
         return "peak: predicted; for such a step it was never compared with generated code (docs/planner.md)"
-    if c.compile == "blocks":
+    if config.compile == "blocks":
         worst, rows = BLOCKS_ERROR
         return (
             f"peak: predicted; beside generated code of {rows} settings of compiled blocks it was off by at most "

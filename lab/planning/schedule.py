@@ -22,12 +22,12 @@ FINAL_IN_FP32 = "last input in fp32", "last input normed"
 class Step(Weights):
     """Forward and backward of one micro-batch, on `tape`."""
 
-    def __init__(self, c, a: Architecture, ranks: int):
-        super().__init__(c, a, ranks)
+    def __init__(self, config, a: Architecture, ranks: int):
+        super().__init__(config, a, ranks)
         self.forward()
         self.backward()
-        if c.ahead < 1 and (self.gathers or self.reduces):
-            self.tape.hurry(c.ahead)
+        if config.ahead < 1 and (self.gathers or self.reduces):
+            self.tape.hurry(config.ahead)
         if not (self.eager or self.by_blocks):
             self.tape.give_way(self.m / self.p)
 
@@ -42,11 +42,11 @@ class Step(Weights):
         self.gather("f0", self.block)
         if self.gathers:
             self.op("embedding", ["emb sent", "emb bucket"], work=(("wait", "emb"),))
-        sin = self.make("positions", self.c.seqlen * a.width * self.p)
+        sin = self.make("positions", self.config.seqlen * a.width * self.p)
         self.op("positions", [], sin)
         self.arrive("f0", self.weights)
         table = ["emb bucket"] * self.gathers
-        if self.lean or self.by_blocks or self.c.batch < 3:
+        if self.lean or self.by_blocks or self.config.batch < 3:
             self.op("embedding", [*table, "positions"], self.make("x0", self.U))
             self.x0 = ["x0"]
         else:  # the partitioner takes a sum for twice its bytes, if all that read it can be fused
@@ -140,14 +140,14 @@ class Step(Weights):
         a = self.a
         out = self.make(f"a{to}", self.Q)
         stats = self.make(f"s{to}", 4 * self.n * a.heads, dtype="fp32")
-        work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
+        work = (("attention", "forward", 4 * self.n * self.config.seqlen * a.heads * a.head_dim),)
         self.op("attention", ["q" + to, "k" + to, "v" + to], out, stats, work=work)
-        if self.c.attn != "flex":
+        if self.config.attn != "flex":
             self.taken(out.name)
 
     def rows(self) -> float:
         """The part of the tokens that the lean MLP computes at a time."""
-        return min(self.c.mlp_chunk or self.n, self.n) / self.n
+        return min(self.config.mlp_chunk or self.n, self.n) / self.n
 
     def lean_forward(self, i: int, w: str) -> None:
         """The lean MLP of block `i`, whose weights are those of `w`."""
@@ -171,14 +171,14 @@ class Step(Weights):
         head = self.weight("fhead", "head")
         V = self.a.vocab
         D = self.a.width
-        if self.c.loss == "full":
+        if self.config.loss == "full":
             self.product("head", ["nf", head], "z", self.n, D, V, LOGITS)
-            wide = fp32_logits(self.c)
+            wide = fp32_logits(self.config)
             self.op("loss", ["z"], *[self.in_fp32("zf")] * wide)
             if self.eager and wide:
                 self.op("loss, log_softmax", ["zf"], self.in_fp32("zs"))
             return
-        rows = min(self.c.loss_chunk, self.n)
+        rows = min(self.config.loss_chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
         made = [self.make("gx", self.U)]
         made += [self.make("gw", self.head * self.p)] * (not self.lora)
@@ -201,14 +201,14 @@ class Step(Weights):
         L = self.a.depth
         last = f"b{self.a.depth - 1}"
         self.tape.graph()
-        if self.c.loss == "full":
+        if self.config.loss == "full":
             V = self.a.vocab
             D = self.a.width
             if not self.by_blocks:
                 self.gather("bhead", self.head)
             made = self.make("dz", self.logits, LOGITS)
             at = "gradient of the logits"
-            wide = fp32_logits(self.c)
+            wide = fp32_logits(self.config)
             if self.eager and wide:  # of the negative log-likelihood, then of log_softmax
                 self.op(at, [], self.in_fp32("dzs"))
                 self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
@@ -231,10 +231,10 @@ class Step(Weights):
             )
         else:
             self.gather(last, self.block)
-        grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
+        grad, go = ("whead", "go") if self.config.loss == "full" else ("gw", "gx")
         local = not (self.gathers or self.reduces or self.lora)
         if local:
-            self.landed(grad, self.head, self.c.loss != "full")
+            self.landed(grad, self.head, self.config.loss != "full")
         before = self.input_again(L - 1)
         if self.policies[-1] in ("pointwise", "block") and not (self.lean or self.by_blocks):
             self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
@@ -255,11 +255,11 @@ class Step(Weights):
         self.bucket("emb", self.head, ["ge"] * (not self.lora))
         self.arrived()
         self.crossed()
-        if self.whole and self.c.grad_accum > 1 and not self.eager:
+        if self.whole and self.config.grad_accum > 1 and not self.eager:
             self.op(
                 "gradients to be added",
                 [],
-                self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, dtype="fp32"),
+                self.make("sum", self.m * trained(self.config, self.a), GRADIENTS, dtype="fp32"),
             )
 
     def input_again(self, i: int) -> list[str]:
@@ -280,14 +280,14 @@ class Step(Weights):
         return [f"d'{i}", *self.inputs(i), f"o'{i}"]
 
     def o_again(self, i: int, w: str) -> None:
-        a = f"a'{i}" if self.c.remat_core else f"a{i}"
+        a = f"a'{i}" if self.config.remat_core else f"a{i}"
         self.product(
             "o again", [a, self.weight(w, "o")], f"o'{i}", self.n, self.outs["q"], self.a.width
         )
 
     def half_again(self, i: int, w: str) -> None:
         """o, the norm and up of a wholly recomputed block."""
-        if self.c.remat_core:
+        if self.config.remat_core:
             self.attention_again(i, w)
         self.o_again(i, w)
         self.again_made.add(f"nn'{i}")
@@ -398,7 +398,7 @@ class Step(Weights):
         rows = self.rows()
         if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
-            if self.c.remat_core:
+            if self.config.remat_core:
                 self.attention_again(i, w)
             self.o_again(i, w)
         reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
@@ -427,7 +427,7 @@ class Step(Weights):
         policy = self.policies[i]
         gm = f"gm{i}"
         recomputed = policy in AGAIN["attn"]
-        core = recomputed and self.c.remat_core
+        core = recomputed and self.config.remat_core
         a = f"a'{i}" if core else f"a{i}"
         to = f"'{i}" if recomputed else str(i)
         self.arrive_in_backward(i)
@@ -449,9 +449,9 @@ class Step(Weights):
             self.make(f"d{part}{i}", size)
             for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
         ]
-        work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
+        work = (("attention", "backward", 10 * self.n * self.config.seqlen * self.outs["q"]),)
         reads = [f"da{i}", *(part + to for part in "qkv"), stats]
-        fused = self.c.attn == "flex"
+        fused = self.config.attn == "flex"
         if fused:  # a kernel of its own sums up what the gradient needs of the output
             delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, dtype="fp32")
             self.op("sums of attention", [f"da{i}", a], delta)
@@ -498,7 +498,7 @@ class Step(Weights):
         """Whether backward makes the norm of a branch again: compiled, always, unless a recomputed branch keeps it."""
         policy = self.policies[i]
         if policy == "pointwise" or policy in AGAIN[branch]:
-            return self.c.remat_norm or policy in ("block", "pointwise")
+            return self.config.remat_norm or policy in ("block", "pointwise")
         return not (self.eager or self.plain)
 
     def normed_again(self, i: int) -> str:
@@ -513,7 +513,7 @@ class Step(Weights):
     def attention_again(self, i: int, w: str) -> None:
         """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
         self.qkv(w, self.normed_again(i), f"'{i}")
-        if self.c.remat_core:
+        if self.config.remat_core:
             self.again_made.add(f"a'{i}")
             self.core(f"'{i}")
 
@@ -521,45 +521,49 @@ class Step(Weights):
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
         grouped = self.a.heads != self.a.kv_heads
         return (
-            0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
+            0.0
+            if self.config.attn == "flex"
+            else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
         )
 
 
 def step_peak(
-    c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None
+    config, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None
 ) -> Peak:
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
-    a = a or reference(c)
-    peaks = [(tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))]
-    if muon(c):
-        peaks.append(muon_peak(c, ranks, a, arch))
-    elif c.compile in ("none", "blocks"):
-        peaks.append(update_peak(c, ranks, a, arch))
+    a = a or reference(config)
+    peaks = [(tape or Step(config, a, ranks).tape).peak(before_step(config, a, ranks, arch))]
+    if muon(config):
+        peaks.append(muon_peak(config, ranks, a, arch))
+    elif config.compile in ("none", "blocks"):
+        peaks.append(update_peak(config, ranks, a, arch))
     return max(peaks, key=lambda each: each.nbytes)
 
 
-def update_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
+def update_peak(config, ranks: int, a: Architecture, arch: str) -> Peak:
     """AdamW's update where it is not compiled: all gradients, and what clipping makes of them."""
-    pieces = before_step(c, a, ranks, arch)
-    shards = shard_group(c, ranks)
-    pieces[GRADIENTS] = 2 * SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / shards
+    pieces = before_step(config, a, ranks, arch)
+    shards = shard_group(config, ranks)
+    pieces[GRADIENTS] = (
+        2 * SIZE[getattr(config, "master_dtype", "fp32")] * trained(config, a) / shards
+    )
     ranked = sorted(pieces.items(), key=lambda piece: -piece[1])
     return Peak(sum(pieces.values()), "AdamW's update", dict(ranked))
 
 
-def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
+def muon_peak(config, ranks: int, a: Architecture, arch: str) -> Peak:
     """Muon's update: every gradient is there; of all matrices what was sent and has come; of the shape that takes most,
     the owner's matrices, the product with itself twice, the result and its norm."""
-    pieces = before_step(c, a, ranks, arch)
-    shards = shard_group(c, ranks)
-    sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
+    pieces = before_step(config, a, ranks, arch)
+    shards = shard_group(config, ranks)
+    sent = SIZE[config.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
     batches = (
         -(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2)
         for (m, n), count in a.hidden_matrices.items()
     )
-    pieces[GRADIENTS] = SIZE[getattr(c, "master_dtype", "fp32")] * a.parameters / shards
-    pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
+    pieces[GRADIENTS] = SIZE[getattr(config, "master_dtype", "fp32")] * a.parameters / shards
+    pieces[WORKSPACE] = sent + SIZE[config.muon_dtype] * max(batches)
     return Peak(
         sum(pieces.values()),
         "Muon's update",

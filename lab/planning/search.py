@@ -53,7 +53,7 @@ FASTER_FIRST = [  # what lowers memory, about from cheap to dear
 
 
 class Answer(NamedTuple):
-    c: SimpleNamespace
+    config: SimpleNamespace
     ranks: int
     peak: Peak
     time: Time
@@ -61,14 +61,21 @@ class Answer(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
-        return self.ranks * self.c.batch * self.c.grad_accum * self.c.seqlen / self.time.seconds
+        return (
+            self.ranks
+            * self.config.batch
+            * self.config.grad_accum
+            * self.config.seqlen
+            / self.time.seconds
+        )
 
 
 @dataclass(frozen=True)
 class Question:
-    """c: resolved flags. inside, across: links between GPUs of a node and between nodes; per_node: GPUs of a node."""
+    """config: resolved flags. inside, across: links between GPUs of a node and between nodes; per_node: GPUs of a
+    node."""
 
-    c: SimpleNamespace
+    config: SimpleNamespace
     a: Architecture
     gpu: Gpu
     ranks: int
@@ -77,15 +84,15 @@ class Question:
     across: Link
 
     def with_flags(self, **changed) -> "Question":
-        return replace(self, c=SimpleNamespace(**(vars(self.c) | changed)))
+        return replace(self, config=SimpleNamespace(**(vars(self.config) | changed)))
 
     @cached_property
     def tape(self) -> Tape:
-        return Step(self.c, self.a, self.ranks).tape
+        return Step(self.config, self.a, self.ranks).tape
 
     @cached_property
     def highest(self) -> Peak:
-        return step_peak(self.c, self.ranks, self.a, self.gpu.arch, self.tape)
+        return step_peak(self.config, self.ranks, self.a, self.gpu.arch, self.tape)
 
     def peak(self) -> Peak:
         return self.highest
@@ -106,14 +113,16 @@ class Question:
 
     def answer(self) -> Answer:
         """Peak and time."""
-        return Answer(self.c, self.ranks, self.peak(), self.time(self.tape))
+        return Answer(self.config, self.ranks, self.peak(), self.time(self.tape))
 
     def time(self, tape: Tape) -> Time:
         """Of the step of a tape, with the links that the ranks of a group have between them."""
         inside = self.inside
-        if self.gpu.serial_link and "plain" in self.c.compile_options:
+        if self.gpu.serial_link and "plain" in self.config.compile_options:
             inside = link(self.gpu.serial_link)
-        group = self.ranks // self.c.replicas if self.c.mode == "hybrid_shard" else self.ranks
+        group = (
+            self.ranks // self.config.replicas if self.config.mode == "hybrid_shard" else self.ranks
+        )
         across = (
             inside
             if self.ranks <= self.per_node
@@ -124,54 +133,55 @@ class Question:
         node = Node(self.per_node, inside, self.shared())
         if group > self.per_node:
             inside = self.ring(inside)
-        time = step_time(self.c, self.ranks, self.a, self.gpu, inside, across, tape, node)
+        time = step_time(self.config, self.ranks, self.a, self.gpu, inside, across, tape, node)
         late = time.seconds * self.gpu.straggling * math.log2(max(self.ranks / self.per_node, 1))
         return Time(time.seconds + late, time.parts | {SLOWEST: late} if late else time.parts)
 
 
-def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
+def misfit(config: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an
     architecture."""
-    if c.mode == "hybrid_shard" and ranks % c.replicas:
-        return f"--replicas {c.replicas}: must divide the {ranks} GPUs"
-    if c.ahead != 1 and c.compile in ("none", "blocks"):
-        return f"--ahead {written(c.ahead)}: needs --compile fwdbwd"
-    if c.mlp == "lean" and (a.gated or a.experts):
+    if config.mode == "hybrid_shard" and ranks % config.replicas:
+        return f"--replicas {config.replicas}: must divide the {ranks} GPUs"
+    if config.ahead != 1 and config.compile in ("none", "blocks"):
+        return f"--ahead {written(config.ahead)}: needs --compile fwdbwd"
+    if config.mlp == "lean" and (a.gated or a.experts):
         return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
-    if c.mlp == "lean" and c.remat == "pointwise":
+    if config.mlp == "lean" and config.remat == "pointwise":
         return "--mlp lean: recomputes what --remat pointwise saves; leave one of them out"
-    if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
+    if getattr(config, "remat_ops", False) and (config.remat != "block" or config.remat_core):
         return "--remat-ops: needs --remat block without --remat-core"
-    lora = getattr(c, "lora", 0)
-    if getattr(c, "optimizer", "adamw") == "adamw8bit":
-        if c.adam_dtype != "fp32":
+    lora = getattr(config, "lora", 0)
+    if getattr(config, "optimizer", "adamw") == "adamw8bit":
+        if config.adam_dtype != "fp32":
             return "--adam-dtype bf16: not with --optimizer adamw8bit; leave one of them out"
         if uneven := [size for size in (a.width, a.hidden, a.heads * a.head_dim) if size % 256]:
             return (
                 f"--optimizer adamw8bit: can be planned only for rows of a multiple of 256 elements, not {uneven[0]}; "
                 "use --optimizer adamw"
             )
-    if lora and (c.mlp == "lean" or getattr(c, "optimizer", "adamw") != "adamw"):
+    if lora and (config.mlp == "lean" or getattr(config, "optimizer", "adamw") != "adamw"):
         return f"--lora {lora}: can be planned only with --mlp plain and --optimizer adamw"
-    if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:
-        return f"--lora-targets {' '.join(c.lora_targets)}: a plan has adapters on all linear layers; leave it out"
-    if getattr(c, "lora_modules_to_save", ()):
+    if lora and getattr(config, "lora_targets", usual := ("all-linear",)) != usual:
+        return f"--lora-targets {' '.join(config.lora_targets)}: a plan has adapters on all linear layers; leave it out"
+    if getattr(config, "lora_modules_to_save", ()):
         return "--lora-modules-to-save: cannot be planned, since only adapters are counted as trained; leave it out"
     if lora > min(a.width, a.hidden):
         return f"--lora {lora}: must be at most {min(a.width, a.hidden)}, the smallest side of a matrix"
-    if c.mlp_chunk and c.mlp != "lean":
-        return f"--mlp-chunk {c.mlp_chunk}: needs --mlp lean"
-    if c.remat_core and c.remat not in ("attn", "both", "block"):
-        return f"--remat-core: has no effect with --remat {c.remat}; use --remat attn, both or block, or leave it out"
+    if config.mlp_chunk and config.mlp != "lean":
+        return f"--mlp-chunk {config.mlp_chunk}: needs --mlp lean"
+    if config.remat_core and config.remat not in ("attn", "both", "block"):
+        other = f"has no effect with --remat {config.remat}"
+        return f"--remat-core: {other}; use --remat attn, both or block, or leave it out"
     return None
 
 
-def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
-    """The flags by which `c` differs from `usual`."""
+def label(config: SimpleNamespace, usual: SimpleNamespace) -> str:
+    """The flags by which `config` differs from `usual`."""
     before = vars(usual)
     changed = {
         name: value
-        for name, value in flags.used(vars(c)).items()
+        for name, value in flags.used(vars(config)).items()
         if value not in (None, before[name])
     }
     return " ".join(as_given(name, value) for name, value in changed.items()) or "as asked"
@@ -183,25 +193,25 @@ def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
     now = q.answer()
     gains = []
     options = [*FASTER_FIRST]
-    if q.c.batch % 2 == 0:
-        options.append(dict(batch=q.c.batch // 2, grad_accum=2 * q.c.grad_accum))
+    if q.config.batch % 2 == 0:
+        options.append(dict(batch=q.config.batch // 2, grad_accum=2 * q.config.grad_accum))
     for changed in options:
         new = q.with_flags(**changed)
-        if vars(new.c) == vars(q.c) or misfit(new.c, q.a, q.ranks):
+        if vars(new.config) == vars(q.config) or misfit(new.config, q.a, q.ranks):
             continue
         answer = new.answer()
         saved = now.peak.nbytes - answer.peak.nbytes
         lost = answer.time.seconds - now.time.seconds
         if saved > 0:
-            gains.append((label(new.c, q.c), saved, lost, answer))
+            gains.append((label(new.config, q.config), saved, lost, answer))
     return sorted(gains, key=lambda each: max(each[2], 0) / each[1])
 
 
 def plans(q: Question) -> Iterator[Question]:
     """Plans for the same global batch: mode, replicas, recomputation, loss, MLP, micro-batches, when they communicate,
     and Adam's moments."""
-    sequences = q.c.batch * q.c.grad_accum
-    micro = [b for b in sorted({1, 2, 4, 8, 16, 32, q.c.batch}) if sequences % b == 0]
+    sequences = q.config.batch * q.config.grad_accum
+    micro = [b for b in sorted({1, 2, 4, 8, 16, 32, q.config.batch}) if sequences % b == 0]
     modes = [dict(mode="fully_shard")]
     if q.ranks > 1:
         modes.append(dict(mode="replicate"))
@@ -224,12 +234,14 @@ def plans(q: Question) -> Iterator[Question]:
 
 def nearby(q: Question) -> Iterator[Question]:
     """Plans that differ from one in how much it recomputes, how early it gathers, or the chunks of its MLP."""
-    finer = [dict(remat_ratio=ratio) for ratio in (0.25, 0.5, 0.75)] if q.c.remat != "none" else []
-    finer += [dict(remat_core=True)] if q.c.remat in ("both", "block") else []
-    finer += [dict(ahead=0.05), dict(mlp_chunk=0 if q.c.mlp_chunk else 8192)]
+    finer = (
+        [dict(remat_ratio=ratio) for ratio in (0.25, 0.5, 0.75)] if q.config.remat != "none" else []
+    )
+    finer += [dict(remat_core=True)] if q.config.remat in ("both", "block") else []
+    finer += [dict(ahead=0.05), dict(mlp_chunk=0 if q.config.mlp_chunk else 8192)]
     for changed in finer:
         yield q.with_flags(**changed)
-    if q.c.remat in ("both", "block"):
+    if q.config.remat in ("both", "block"):
         yield q.with_flags(remat_core=True, ahead=0.05)
 
 
@@ -257,15 +269,22 @@ def estimate(q: Question) -> Estimate:
 def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
     """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the front. With fp32 moments and
     with bf16: first a grid, then what is near the best of it."""
-    wide = [q.with_flags(adam_dtype=dtype) for dtype in dict.fromkeys((q.c.adam_dtype, "bf16"))]
+    wide = [
+        q.with_flags(adam_dtype=dtype) for dtype in dict.fromkeys((q.config.adam_dtype, "bf16"))
+    ]
     estimates = [
-        estimate(plan) for each in wide for plan in plans(each) if not misfit(plan.c, q.a, q.ranks)
+        estimate(plan)
+        for each in wide
+        for plan in plans(each)
+        if not misfit(plan.config, q.a, q.ranks)
     ]
     top = sorted(
         (each for each in estimates if each.nbytes <= limit), key=lambda each: each.seconds
     )[:3]
     for each in [*front(estimates), *top]:
-        estimates += [estimate(plan) for plan in nearby(each.q) if not misfit(plan.c, q.a, q.ranks)]
+        estimates += [
+            estimate(plan) for plan in nearby(each.q) if not misfit(plan.config, q.a, q.ranks)
+        ]
     exact = {id(each): each.q.answer() for each in front(estimates)}
     fitting = sorted(
         (each for each in estimates if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds
@@ -322,7 +341,7 @@ def fit_table(
             continue
         accum = sequences // (ranks * batch)
         asked = replace(q.with_flags(batch=batch, grad_accum=accum), ranks=ranks)
-        asked = asked if asked.c.remat != "none" else asked.with_flags(remat="block")
+        asked = asked if asked.config.remat != "none" else asked.with_flags(remat="block")
         at = {ratio: asked.with_flags(remat_ratio=ratio) for ratio in GRID}
         ratio = least(GRID, lambda ratio, at=at: at[ratio].peak().nbytes <= limit)
         settings.append(Setting(ranks, batch, ratio, accum, at[1.0 if ratio is None else ratio]))
@@ -480,24 +499,24 @@ def two_questions(request: Plan, words: Sequence[str]) -> str | None:
 
 def question(request: Plan, words: Sequence[str]) -> Question:
     """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
-    c = flags.parse(words, kind=Both, prog="plan.py")
-    c = flags.Config(c.training, c.system, c.output)
+    config = flags.parse(words, kind=Both, prog="plan.py")
+    config = flags.Config(config.training, config.system, config.output)
     ranks = request.gpus * request.nodes
-    if c.world and ranks > 1:
+    if config.world and ranks > 1:
         raise ValueError(
-            f"--world {c.world}: --gpus x --nodes already gives {ranks} ranks; leave --world out"
+            f"--world {config.world}: --gpus x --nodes already gives {ranks} ranks; leave --world out"
         )
-    if c.world:
-        request = replace(request, gpus=c.world)
-        ranks = c.world
-        c = replace(c, system=replace(c.system, world=None))
-    gpu = hardware.field(hardware.gpu(request.gpu, request.watts), c.compile == "none")
+    if config.world:
+        request = replace(request, gpus=config.world)
+        ranks = config.world
+        config = replace(config, system=replace(config.system, world=None))
+    gpu = hardware.field(hardware.gpu(request.gpu, request.watts), config.compile == "none")
     if request.reserve_gib * 2**30 >= gpu.memory:
         raise ValueError(
             f"--reserve-gib {request.reserve_gib:g}: must be below the {gpu.memory / 2**30:.1f} GiB of {request.gpu}"
         )
-    compiled = c.compile if c.compile in ("none", "blocks") else "fwdbwd"
-    wrapper = "fsdp2" if c.wrapper == "fsdp2" and compiled != "fwdbwd" else "simple"
+    compiled = config.compile if config.compile in ("none", "blocks") else "fwdbwd"
+    wrapper = "fsdp2" if config.wrapper == "fsdp2" and compiled != "fwdbwd" else "simple"
     planned = dict(
         wrapper=wrapper,
         compile=compiled,
@@ -505,23 +524,25 @@ def question(request: Plan, words: Sequence[str]) -> Question:
         cuda_graph=False,
         keep_last=False,
         deterministic=False,
-        device="auto" if c.device == "cpu" else c.device,
-        ahead=min(c.ahead, 1.0),
+        device="auto" if config.device == "cpu" else config.device,
+        ahead=min(config.ahead, 1.0),
     )
-    if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
-        value = getattr(c, wrong)
+    if wrong := next(
+        (name for name, value in planned.items() if getattr(config, name) != value), None
+    ):
+        value = getattr(config, wrong)
         value = "" if isinstance(value, bool) else f" {written(value)}"
         raise ValueError(
             f"{flag(wrong)}{value}: cannot be planned; leave it out, or run python -m lab.profiling.peak"
         )
-    if c.param_dtype == "fp32":
+    if config.param_dtype == "fp32":
         raise ValueError(
             "--param-dtype fp32: can be planned only in bf16, in which the GPUs were measured; leave it out"
         )
-    c = flags.resolve(c, "cuda", ranks)
-    if c.depth > MOST_BLOCKS:
-        raise ValueError(f"--depth {c.depth}: must be at most {MOST_BLOCKS}")
-    a = read(request.hf) if request.hf else reference(c)
+    config = flags.resolve(config, "cuda", ranks)
+    if config.depth > MOST_BLOCKS:
+        raise ValueError(f"--depth {config.depth}: must be at most {MOST_BLOCKS}")
+    a = read(request.hf) if request.hf else reference(config)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     values = dict(
         logits=request.logits,
@@ -529,10 +550,10 @@ def question(request: Plan, words: Sequence[str]) -> Question:
         lora=request.lora,
         remat_ops=request.remat_ops,
     )
-    plain = SimpleNamespace(**(c.flat() | shape | values))
+    plain = SimpleNamespace(**(config.flat() | shape | values))
     if problem := misfit(plain, a, ranks):
         raise ValueError(problem)
-    inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)
+    inside = link(config.link if any(word.startswith("--link") for word in words) else gpu.link)
     try:
         across = link(request.across, ports=True)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Time of a training step: two streams in the order of the graph, read off the tape of schedule.py. Imports no torch.
 
-    t = step_time(c, 8, architecture, gpu, link)      # Time(seconds, parts, exposed)
+    t = step_time(config, 8, architecture, gpu, link)  # Time(seconds, parts, exposed)
 
 The compute stream runs one operation after the other; the other stream runs collectives, each from where the graph
 starts it; where the graph waits, compute stands still until the collective is done. What stands still is the exposed
@@ -95,11 +95,11 @@ def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -
     return max(flops / gpu.products, nbytes / gpu.bandwidth, gpu.floor)
 
 
-def kernel_of(c, gpu: Gpu) -> str:
+def kernel_of(config, gpu: Gpu) -> str:
     """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses. ValueError for one of which
     no rate is known."""
     automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
-    kernel = automatic if c.attn == "auto" else c.attn
+    kernel = automatic if config.attn == "auto" else config.attn
     if kernel not in gpu.attention:
         raise ValueError(
             f"--attn {kernel}: was not measured on {gpu.name}; use {' or '.join(gpu.attention)}"
@@ -111,9 +111,9 @@ class Clock:
     """Runs a tape. link(op, nbytes) -> seconds of a collective."""
 
     def __init__(
-        self, c, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool
+        self, config, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool
     ):
-        self.c = c
+        self.config = config
         self.a = a
         self.gpu = gpu
         self.links = links
@@ -122,9 +122,9 @@ class Clock:
         self.done: dict[str, float] = {}
         self.parts: Counter = Counter()
         self.rates = dict(
-            zip(("forward", "backward"), gpu.attention[kernel_of(c, gpu)], strict=True)
+            zip(("forward", "backward"), gpu.attention[kernel_of(config, gpu)], strict=True)
         )
-        self.seen = (a.keys(c.seqlen, "causal") + BLOCK / 2) / c.seqlen
+        self.seen = (a.keys(config.seqlen, "causal") + BLOCK / 2) / config.seqlen
 
     def spend(self, what: str, seconds: float) -> None:
         self.now += seconds
@@ -175,10 +175,12 @@ class Clock:
                     self.wait(w[1])
 
 
-def links_of(c, ranks: int, link: Link, across: Link | None = None) -> dict[str, tuple[Link, int]]:
+def links_of(
+    config, ranks: int, link: Link, across: Link | None = None
+) -> dict[str, tuple[Link, int]]:
     """The link and the ranks of the collectives inside a shard group, and across replicas. across: the link between
     groups, if it is another one."""
-    group = shard_group(c, ranks)
+    group = shard_group(config, ranks)
     if group == 1:  # replicated: what is reduced is reduced over all
         return {"inside": (across or link, ranks), "across": (across or link, ranks)}
     return {"inside": (link, group), "across": (across or link, ranks // group)}
@@ -193,7 +195,7 @@ class Node(NamedTuple):
 
 
 def step_time(
-    c,
+    config,
     ranks: int,
     a: Architecture,
     gpu: Gpu,
@@ -204,48 +206,53 @@ def step_time(
 ) -> Time:
     """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
     if it is there already. node: where ranks are of several."""
-    serial = "plain" in c.compile_options
-    clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
-    clock.run(tape or Step(c, a, ranks).tape)
-    seconds = clock.now * c.grad_accum
-    parts = Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
-    if c.accum_sync == "last":  # gathered and reduced once, by themselves
-        inside, n = links_of(c, ranks, link, across)["inside"]
-        sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)
+    serial = "plain" in config.compile_options
+    clock = Clock(config, a, gpu, links_of(config, ranks, link, across), serial)
+    clock.run(tape or Step(config, a, ranks).tape)
+    seconds = clock.now * config.grad_accum
+    parts = Counter({k: v * config.grad_accum for k, v in clock.parts.items()})
+    if config.accum_sync == "last":  # gathered and reduced once, by themselves
+        inside, n = links_of(config, ranks, link, across)["inside"]
+        sent = (
+            SIZE[config.param_dtype] * a.parameters,
+            SIZE[config.reduce_dtype] * trained(config, a),
+        )
         moved = sum(
             inside.seconds(op, size, n)
             for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
         )
         if ranks > n:  # hybrid_shard: the shards' gradients, over the replicas
-            between, replicas = links_of(c, ranks, link, across)["across"]
+            between, replicas = links_of(config, ranks, link, across)["across"]
             moved += between.seconds("all_reduce", sent[1] / n, replicas)
         parts[EXPOSED] += moved
         seconds += moved
-    if c.accum_sync == "shards":
-        across, replicas = links_of(c, ranks, link, across)["across"]
-        size = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / (ranks // replicas)
+    if config.accum_sync == "shards":
+        across, replicas = links_of(config, ranks, link, across)["across"]
+        size = (
+            SIZE[getattr(config, "master_dtype", "fp32")] * trained(config, a) / (ranks // replicas)
+        )
         moved = across.seconds("all_reduce", size, replicas)
         parts[EXPOSED] += moved
         seconds += moved
-    update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
+    update = gpu.passes * update_bytes(config, a, ranks) / gpu.bandwidth
     parts[UPDATE] += update
-    if muon(c):
-        iteration = iteration_seconds(c, a, ranks, gpu)
-        sent = exchange_seconds(c, a, ranks, node or Node(ranks, link, link))
+    if muon(config):
+        iteration = iteration_seconds(config, a, ranks, gpu)
+        sent = exchange_seconds(config, a, ranks, node or Node(ranks, link, link))
         parts[ITERATION] += iteration
         parts[EXPOSED] += sent
         update += iteration + sent
     return Time(seconds + update, dict(parts))
 
 
-def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
+def iteration_seconds(config, a: Architecture, ranks: int, gpu: Gpu) -> float:
     """Of Muon's products on the rank that owns most, as muon.plan distributes matrices: the costliest first, each to
     the rank that has the least."""
     loads = [0.0] * ranks
     costs = []
     for (m, n), count in a.hidden_matrices.items():
         m, n = sorted((m, n))
-        size = SIZE[c.muon_dtype]
+        size = SIZE[config.muon_dtype]
         products = ((m, n, m), (m, m, m), (m, m, n))
         costs += [
             NEWTON_SCHULZ_STEPS * sum(product_seconds(gpu, *each, size) for each in products)
@@ -256,11 +263,11 @@ def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
     return max(loads)
 
 
-def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
+def exchange_seconds(config, a: Architecture, ranks: int, node: Node) -> float:
     """Of Muon's all-to-alls, two for each shape, one if every rank has whole matrices; as if nothing hid them. What is
     for GPUs of the node goes by its links, and at the same time the rest by each GPU's own port. Experts that are
     sharded by experts send nothing."""
-    shards = shard_group(c, ranks)
+    shards = shard_group(config, ranks)
     still = shards > 1 and a.experts >= shards
     shapes = {
         (m, n): count
@@ -270,7 +277,7 @@ def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
     near = min(node.gpus, ranks)
     seconds = 0.0
     for (m, n), count in shapes.items():
-        nbytes = m * n * count * SIZE[c.muon_dtype] / shards / ranks  # to one rank
+        nbytes = m * n * count * SIZE[config.muon_dtype] / shards / ranks  # to one rank
         seconds += max(
             node.inside.seconds("all_to_all", nbytes * near, near),
             node.port.seconds("send", nbytes * (ranks - near), ranks - near + 1),

@@ -19,93 +19,93 @@ SIZE = {"fp32": 4, "bf16": 2}
 IN_FP32 = 40
 
 
-def remat_of(c, block: int) -> str:
+def remat_of(config, block: int) -> str:
     """The policy of one block of resolved flags, as model.ModelConfig.remat_of."""
-    n = round(c.remat_ratio * c.depth)
-    return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
+    n = round(config.remat_ratio * config.depth)
+    return config.remat if (block + 1) * n // config.depth > block * n // config.depth else "none"
 
 
-def fp32_logits(c) -> bool:
+def fp32_logits(config) -> bool:
     """Whether logits and their gradient exist in fp32: in eager steps, as cross_entropy makes them, or if asked."""
-    kind = getattr(c, "logits", "auto")
-    return kind == "fp32" or (kind == "auto" and c.compile == "none")
+    kind = getattr(config, "logits", "auto")
+    return kind == "fp32" or (kind == "auto" and config.compile == "none")
 
 
-def shard_group(c, ranks: int) -> int:
+def shard_group(config, ranks: int) -> int:
     """Ranks over which one copy of the parameters is spread."""
-    if c.mode == "replicate" or c.wrapper == "none":
+    if config.mode == "replicate" or config.wrapper == "none":
         return 1
-    return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
+    return ranks // config.replicas if config.mode == "hybrid_shard" else ranks
 
 
-def trained(c, a: Architecture) -> int:
+def trained(config, a: Architecture) -> int:
     """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block,
     experts apart."""
-    rank = getattr(c, "lora", 0)
+    rank = getattr(config, "lora", 0)
     return (
         rank * sum((m + n) * count for (m, n), count in a.adapted.items()) if rank else a.parameters
     )
 
 
-def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
+def before_step(config, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
-    shards = shard_group(c, ranks)
-    stored = SIZE[getattr(c, "master_dtype", "fp32")]
-    trained_count = trained(c, a)
+    shards = shard_group(config, ranks)
+    stored = SIZE[getattr(config, "master_dtype", "fp32")]
+    trained_count = trained(config, a)
     frozen = a.parameters if trained_count < a.parameters else 0
     base = {
         PARAMETERS: stored * trained_count / shards,
         FROZEN: min(stored, a.stored) * frozen / shards,
-        MOMENTS: moment_bytes(c, a) / shards,
+        MOMENTS: moment_bytes(config, a) / shards,
         ALLOWANCE: CUBLAS_MIB[arch] * 2**20,
     }
-    if c.accum_sync == "last":
+    if config.accum_sync == "last":
         # What the gather filled stays beside the weights that are cut from it.
-        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters * (1 + (shards > 1))}
+        base |= {WEIGHTS: SIZE[config.param_dtype] * a.parameters * (1 + (shards > 1))}
         shards = 1
-    return base | ({GRADIENTS: stored * trained_count / shards} if c.grad_accum > 1 else {})
+    return base | ({GRADIENTS: stored * trained_count / shards} if config.grad_accum > 1 else {})
 
 
-def moment_bytes(c, a: Architecture) -> float:
+def moment_bytes(config, a: Architecture) -> float:
     """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's."""
-    return moment_size(c) * (2 * trained(c, a) - muon(c) * a.hidden_parameters)
+    return moment_size(config) * (2 * trained(config, a) - muon(config) * a.hidden_parameters)
 
 
-def update_bytes(c, a: Architecture, ranks: int) -> float:
+def update_bytes(config, a: Architecture, ranks: int) -> float:
     """Read and written by the norm of the gradients and by AdamW: parameter, gradient and moments read, parameter and
     moments written. Muon also writes and reads what is sent."""
-    stored = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a)
-    sent = 4 * SIZE[c.muon_dtype] * a.hidden_parameters if muon(c) else 0
-    return (4 * stored + 2 * moment_bytes(c, a) + sent) / shard_group(c, ranks)
+    stored = SIZE[getattr(config, "master_dtype", "fp32")] * trained(config, a)
+    sent = 4 * SIZE[config.muon_dtype] * a.hidden_parameters if muon(config) else 0
+    return (4 * stored + 2 * moment_bytes(config, a) + sent) / shard_group(config, ranks)
 
 
 class Weights:
-    """Of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are there already
+    """Of one micro-batch of resolved flags `config`. whole: gradients stay on the rank and weights are there already
     (--accum-sync last)."""
 
-    def __init__(self, c, a: Architecture, ranks: int):
-        self.c = c
+    def __init__(self, config, a: Architecture, ranks: int):
+        self.config = config
         self.a = a
         self.ranks = ranks
-        self.whole = c.accum_sync == "last"
-        self.shards = 1 if self.whole else shard_group(c, ranks)
+        self.whole = config.accum_sync == "last"
+        self.shards = 1 if self.whole else shard_group(config, ranks)
         # FSDP2 copies a single rank's weights as if they came from others.
-        self.gathers = self.shards > 1 or (c.wrapper == "fsdp2" and not self.whole)
-        self.reduces = ranks > self.shards and c.accum_sync == "every"
-        self.eager = c.compile == "none"
+        self.gathers = self.shards > 1 or (config.wrapper == "fsdp2" and not self.whole)
+        self.reduces = ranks > self.shards and config.accum_sync == "every"
+        self.eager = config.compile == "none"
         # Each block is a graph of its own; embedding, last norm, head and all collectives stand outside.
-        self.by_blocks = c.compile == "blocks"
+        self.by_blocks = config.compile == "blocks"
         # FSDP2's blocks are compiled with Inductor's own options: norms are kept, and no order saves memory.
-        self.plain = self.by_blocks and c.wrapper == "fsdp2"
+        self.plain = self.by_blocks and config.wrapper == "fsdp2"
         self.tape = Tape()
-        self.p = SIZE[c.param_dtype]
-        self.r = SIZE[c.reduce_dtype] if ranks > 1 else 4
+        self.p = SIZE[config.param_dtype]
+        self.r = SIZE[config.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
-        self.m = SIZE[getattr(c, "master_dtype", "fp32")]
-        self.lora = getattr(c, "lora", 0)
+        self.m = SIZE[getattr(config, "master_dtype", "fp32")]
+        self.lora = getattr(config, "lora", 0)
         # Name of a result that is made again -> that of the one that was kept.
         self.kept_products = {}
-        n = self.n = c.batch * c.seqlen
+        n = self.n = config.batch * config.seqlen
         self.U = n * self.p * a.width
         self.logits = n * self.p * a.vocab
         self.Q = n * self.p * a.heads * a.head_dim
@@ -122,11 +122,11 @@ class Weights:
         self.block = a.block_parameters
         self.head = a.width * a.vocab
         # FSDP2's root group: embedding, last norm and head, gathered together for the whole step, reduced together last
-        self.root = c.wrapper == "fsdp2" and self.gathers
+        self.root = config.wrapper == "fsdp2" and self.gathers
         self.ends = 2 * self.head + a.final_norm if self.root else self.head
         self.root_grads = []
-        self.lean = c.mlp == "lean"
-        self.policies = [remat_of(c, i) for i in range(a.depth)]
+        self.lean = config.mlp == "lean"
+        self.policies = [remat_of(config, i) for i in range(a.depth)]
         if self.by_blocks:  # what stands between the two recomputed halves is recomputed as well
             self.policies = ["block" if kind == "both" else kind for kind in self.policies]
         self.landing = []  # (gradient, what it is cast into)
@@ -140,7 +140,7 @@ class Weights:
     # Small things
 
     def make(self, name: str, nbytes: float, piece: str = "workspace", dtype: str = "") -> Make:
-        return Make(name, nbytes, piece, dtype or self.c.param_dtype)
+        return Make(name, nbytes, piece, dtype or self.config.param_dtype)
 
     def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
         reads = [self.kept_products.get(name, name) for name in reads]
@@ -191,7 +191,9 @@ class Weights:
     def keeps(self, what: str, to: str) -> bool:
         """Whether a recomputed block keeps a product (--remat-ops): of those in its order every second one."""
         if not (
-            getattr(self.c, "remat_ops", False) and to[0] == "'" and what in ("q", "v", "gate h")
+            getattr(self.config, "remat_ops", False)
+            and to[0] == "'"
+            and what in ("q", "v", "gate h")
         ):
             return False
         self.kept_products[what + to] = what + to[1:]
@@ -222,7 +224,7 @@ class Weights:
 
     def there(self, name: str) -> bool:
         """Whether weights were gathered before, and stayed."""
-        return (not self.c.reshard and name[0] == "b") or (self.root and name[1:] == "head")
+        return (not self.config.reshard and name[0] == "b") or (self.root and name[1:] == "head")
 
     def gather(self, name: str, elements: int) -> None:
         """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
@@ -252,7 +254,7 @@ class Weights:
         if self.root and part == "head":
             return "emb bucket"
         if self.gathers:
-            where = name if self.c.reshard else f"f{name[1:]}"
+            where = name if self.config.reshard else f"f{name[1:]}"
             return f"{where} {'bucket' if part == 'head' else part}"
         if self.p < 4 and not self.whole:
             cast = f"{name} {part}"
@@ -288,7 +290,7 @@ class Weights:
 
     def stays(self, *names: str) -> None:
         """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
-        if not (self.eager and self.c.grad_accum > 1):
+        if not (self.eager and self.config.grad_accum > 1):
             self.tape.keep(*names)
 
     def landed(self, name: str, elements: int, at_once: bool = False) -> None:
@@ -373,7 +375,7 @@ class Weights:
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
         """Gradients copied into one buffer, whose reduction starts."""
         if self.lora:
-            elements = trained(self.c, self.a) // self.a.depth
+            elements = trained(self.config, self.a) // self.a.depth
         if self.root and name in ("head", "emb"):
             self.root_grads += grads
             elements = self.ends
@@ -396,7 +398,7 @@ class Weights:
     def room(self, name: str, elements: int) -> None:
         """Makes the buffer of a bucket."""
         if self.lora:
-            elements = trained(self.c, self.a) // self.a.depth
+            elements = trained(self.config, self.a) // self.a.depth
         if self.gathers or self.reduces:
             self.roomy.add(name)
             self.op(f"bucket of {name}", [], self.bucket_of(name, elements))

@@ -200,13 +200,12 @@ def test_muon_sends_what_leaves_a_node_through_each_gpus_own_port():
     shape = "--optimizer muon --depth 2 --width 2048 --batch 1 --seqlen 512 --gpus 8"
     q = ask(f"{shape} --nodes 2")
     a = q.a
-    c = q.c
     nvlink = q.inside
     port = Link(0.0, 50e9)
     still = Link(0.0, float("inf"))
     sent = 2 * 2 * a.hidden_parameters / 16 / 16 * 8  # both ways, bf16, a shard, to the 8 of the other node
-    assert step_time.exchange_seconds(c, a, 16, step_time.Node(8, still, port)) == pytest.approx(sent / 50e9)
-    near = step_time.exchange_seconds(c, a, 16, step_time.Node(8, nvlink._replace(latency_s=0), still))
+    assert step_time.exchange_seconds(q.config, a, 16, step_time.Node(8, still, port)) == pytest.approx(sent / 50e9)
+    near = step_time.exchange_seconds(q.config, a, 16, step_time.Node(8, nvlink._replace(latency_s=0), still))
     assert near == pytest.approx(sent * 7 / 8 / nvlink.bytes_per_s)
     assert ask(f"{shape} --nodes 2 --across 20:8x25").answer().time.seconds > q.answer().time.seconds
 

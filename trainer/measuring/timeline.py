@@ -427,7 +427,7 @@ def watch(
     snapshot: str | None = None,
     train_step: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Timeline, list[str]]:
-    """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know).
+    """Runs step(tokens, targets), [B, T] each, built of these flags: (loss, Timeline, notes on what is unknown).
     snapshot: where a step on CUDA leaves what its allocator did, a path that the notes end with. train_step: what runs
     `step`, if it is not called itself."""
     base, known = before(step, tokens, targets)
