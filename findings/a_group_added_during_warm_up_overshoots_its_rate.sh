@@ -4,11 +4,11 @@
 # Seen: It ends at lr x end_factor / (the factor in force when it was added); with ConstantLR at lr / factor. With
 #   add_param_group(lr=0.1) before the first step of LinearLR(start_factor=0.1) the group trains at 0.325, 0.55, 0.775
 #   and 1.0, where the old group arrives at 0.1; with start_factor=0.5 it ends at 0.2. Added halfway, at the factor
-#   0.55, it ends at 0.1818. ConstantLR(factor=0.1) ends at 1.0 in both cases. The scheduler multiplies the current
-#   rate at every step, and the new group was never scaled down. ExponentialLR and StepLR decay the new group from its
-#   0.1, LambdaLR ends in a ValueError of zip().
+#   0.55, it ends at 0.1818. ConstantLR(factor=0.1) ends at 1.0 whenever the group is added. The scheduler multiplies
+#   the current rate at every step, and the new group was never scaled down. ExponentialLR and StepLR decay the new
+#   group from its 0.1, LambdaLR ends in a ValueError of zip().
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: The rate that was given, or an error with every scheduler.
+# Expected: The rate that was given, at the end of the warm-up, or an error, as LambdaLR gives.
 # Why it matters: Layers that are unfrozen during the warm-up train at a multiple of their learning rate from its end
 #   on: at ten times it with start_factor=0.1 and an add before the first step.
 set -euo pipefail

@@ -2,14 +2,15 @@
 # With use_seedable_sampler=True, every epoch after a break out of a prepared loader begins with the same rows.
 #
 # Seen: Three epochs of three batches each, ended by break, read the same six of twelve rows in the same order from a
-#   map-style loader with shuffle=True that was prepared with DataLoaderConfiguration(use_seedable_sampler=True). Epochs
-#   that run to their end have an order each. The counter that seeds the order is raised only at the end of a full
-#   epoch. Without the seedable sampler, and without prepare(), the orders differ.
+#   map-style loader with shuffle=True that was prepared with DataLoaderConfiguration(use_seedable_sampler=True).
+#   Epochs that run to their end have an order each. The counter that seeds the order is raised only at the end of a
+#   full epoch (loader.set_epoch(epoch) sets it). Without the seedable sampler, and without prepare(), the orders
+#   differ.
 # Versions: torch 2.13.0, accelerate 1.15.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: Another order in every epoch, as from a DataLoader that is not prepared, or as from full epochs of the
 #   prepared one.
-# Why it matters: A training loop with a limit on the steps per epoch sees only the first part of its data, again
-#   and again.
+# Why it matters: A training loop with a limit on the steps per epoch sees only the first part of its data, again and
+#   again.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(accelerate==1.15.0 numpy==2.4.6 torch==2.13.0)

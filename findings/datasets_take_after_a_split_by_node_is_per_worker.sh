@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # After split_dataset_by_node, take(n) yields n rows per DataLoader worker that has shards; without the split n in all.
 #
-# Seen: A stream of 24 rows in 4 shards, of which one of two nodes has 12 rows: split_dataset_by_node(.., 0, 2).take(2)
-#   gives 2 rows with no worker and with one, and 4 rows with two and with three workers: the third has no shard. The
-#   same stream, not split, gives take(2) = 2 rows with no, one, two and three workers.
+# Seen: A stream of 24 rows in 4 shards, of which one of two nodes has 12 rows: split_dataset_by_node(.., 0,
+#   2).take(2) gives 2 rows with no worker and with one, and 4 rows with two and with three workers: the third has no
+#   shard. The same stream, not split, gives take(2) = 2 rows with no, one, two and three workers. take() is not
+#   divided among workers once the stream is split by node.
 # Versions: torch 2.13.0, datasets 5.2.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: 2 rows whatever the number of workers.
 # Why it matters: The size of a validation set made with take() depends on num_workers.

@@ -3,9 +3,10 @@
 #
 # Seen: Saved with two groups (matrices: lr 0.1, decay 0.01; norms and biases: lr 0.2, no decay) and set into an
 #   optimizer of one group, all parameters get the LAST group's lr 0.2 and no decay. With
-#   flatten_optimizer_state_dict=True the same call gives all of them the FIRST group's. No warning, and the moments are
-#   the saved ones. In the other direction, one group into two, the default leaves the first group without `lr`, and
-#   the next step raises KeyError: 'betas'; flattened, both groups silently get the one group's settings.
+#   flatten_optimizer_state_dict=True the same call gives all of them the settings saved for the first parameter of
+#   the new group, here 0.1 and 0.01. No warning, and the moments are the saved ones. In the other direction, one
+#   group into two, the default leaves the first group without `lr`, and the next step raises KeyError: 'betas';
+#   flattened, both groups silently get the one group's settings.
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or the settings kept.
 # Why it matters: A resume after the parameter groups were merged trains on with the wrong learning rate and weight
@@ -84,7 +85,7 @@ def moved(before, after, flatten):
     model, optimizer = build(after, (1.0, 2.0), scale=3.0)
     assert not torch.equal(moments(model, optimizer), moments(saved_model, saved))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         set_optimizer_state_dict(model, optimizer, state, options=options)
     groups = [(group.get("lr"), group.get("weight_decay")) for group in optimizer.param_groups]
     same = torch.equal(moments(model, optimizer), moments(saved_model, saved))

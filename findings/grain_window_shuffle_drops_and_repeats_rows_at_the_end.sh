@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Grain's WindowShuffleMapDataset leaves rows out and repeats others, unless the window divides the number of rows.
+# In an epoch Grain's WindowShuffleMapDataset leaves rows out and repeats others, unless the window divides their number.
 #
 # Seen: 1000 rows in windows of 300: the last 100 places are shuffled as if they were 300, and a place beyond the end
 #   gives a row of the beginning, unnoticed. By the seed, 65 to 72 rows never come and as many come twice; in one

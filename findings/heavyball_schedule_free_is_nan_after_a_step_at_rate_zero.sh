@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # HeavyBall's SFAdamW turns the weights into NaN if the learning rate of the first step is 0, as warm-ups often have it.
 #
-# Seen: A linear warm-up from 0 (step / 3, the form of transformers' schedules): after the first step every weight is NaN
-#   and stays so; HeavyBall warns only that the rate changes between steps. With constant rates it is the same, without
-#   a warning, for the weights of a parameter group at rate 0. A first rate of 1e-12 is harmless. AdamW of the same
+# Seen: A linear warm-up from 0 (step / 3, the form of transformers' schedules): the loss is NaN from the second step
+#   on; HeavyBall warns only that the rate changes between steps. With constant rates it is the same, without a
+#   warning, for the weights of a parameter group at rate 0. A first rate of 1e-12 is harmless. AdamW of the same
 #   package and AdamWScheduleFree of schedulefree leave the weights as they were in a step at rate 0, and train on. It
-#   is the same with HeavyBall's compilation, which this program switches off.
+#   is the same with HeavyBall's compilation, which this program switches off. The code catches ZeroDivisionError for
+#   this case, but the 0 / 0 is of tensors and gives NaN.
 # Versions: torch 2.13.0, heavyball 3.2.1, schedulefree 1.4.1, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: Weights unchanged by a step whose learning rate is 0.
-# Why it matters: The loss is finite at the first step and NaN from the second on, whatever the peak rate: one looks for
-#   the fault in the data or in the precision.
+# Why it matters: The loss is finite at the first step and NaN from the second on, whatever the peak rate: one looks
+#   for the fault in the data or in the precision.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(heavyball==3.2.1 schedulefree==1.4.1 numpy==2.4.6 torch==2.13.0)

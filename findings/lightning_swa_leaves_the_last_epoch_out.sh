@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Lightning's StochasticWeightAveraging leaves the last epoch out: it averages the weights that epochs begin with.
 #
-# Seen: A weight that grows by 2 an epoch is 2, 4, .. 12 at the ends of six epochs. With swa_epoch_start=3 (or 0.5) the
-#   model after fit has 7, the mean of 4, 6, 8 and 10: the third epoch, in which averaging starts, counts as it was
-#   before, and the sixth not at all. With swa_epoch_start=6 the model has 10: the whole last epoch is thrown away.
-#   With a BatchNorm layer it is 8 and 11: in the epoch that is added for its statistics, said to run without backward,
-#   the optimizer steps once from the mean with the gradient of the last batch, which still stands. torch's
-#   AveragedModel, updated after the epochs 3 to 6, has 9, and so has Lightning's own WeightAveraging callback.
+# Seen: A weight that grows by 2 an epoch is 2, 4, .. 12 at the ends of six epochs. With swa_epoch_start=3 (or 0.5)
+#   the model after fit has 7, the mean of 4, 6, 8 and 10: the third epoch, in which averaging starts, counts as it
+#   was before, and the sixth not at all. With swa_epoch_start=6 the model has 10: the whole last epoch is thrown
+#   away. With a BatchNorm layer it is 8 and 11: in the epoch that is added for its statistics, of which the code says
+#   that it needs neither backward nor optimizer.step, the optimizer steps once from the mean. torch's AveragedModel,
+#   updated after the epochs 3 to 6, has 9, and so has Lightning's own WeightAveraging callback.
 # Versions: torch 2.13.0, lightning 2.6.6, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: The mean of the weights after each epoch from the start on, the last one included, and nothing else.
-# Why it matters: The last epoch costs its time and changes nothing; where few epochs are averaged (at the default of 0.8
-#   of 5 epochs the ends of the third and the fourth) the model is as many steps behind.
+# Why it matters: The last epoch costs its time and changes nothing; where few epochs are averaged (at the default of
+#   0.8 of 5 epochs the ends of the third and the fourth) the average is an epoch older than it should be.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(lightning==2.6.6 numpy==2.4.6 torch==2.13.0)

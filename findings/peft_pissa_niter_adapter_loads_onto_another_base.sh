@@ -3,9 +3,10 @@
 #
 # Seen: Saved and loaded onto the same base weights, the adapter changes the logits by a sixth of what its training
 #   did, and two loads with different seeds differ from each other. Loading runs the randomised decomposition again,
-#   with the random numbers of that moment, and subtracts its result from the base weights. Only a load that starts
-#   from the random state in which the adapter was created gives the saved outputs. With 'pissa', which decomposes
-#   exactly, every load does.
+#   with the random numbers of that moment, and subtracts its result from the base weights. A load that starts from
+#   the random state in which the adapter was created gives the saved outputs. With 'pissa', which decomposes exactly,
+#   every load does. The base weights are random here: how large the damage is depends on their singular values.
+#   AdaMSS and PSOFT of the same package save a seed for this.
 # Versions: torch 2.13.0, transformers 5.23.0, peft 0.21.2, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: That from_pretrained gives the model that was saved, as with 'pissa'.
 # Why it matters: A trained adapter is damaged when it is loaded, and so is a run that resumes.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# With its default settings the first step of SRMM multiplies every weight by 0.71, however small the learning rate.
+# With default settings the first step of pytorch_optimizer's SRMM multiplies every weight by 0.71, at any learning rate.
 #
 # Seen: SRMM averages the weights, and the average starts from zero. Weights of -2, 0.5, 1 and 3 are 0.7071 of that after
 #   the first step, at learning rates of 1e-8 and 1e-12 and with gradients of 1e-3. After ten steps they still are.

@@ -2,15 +2,17 @@
 # TorchMetrics' Perplexity of float16 logits is inf where the loss is finite, and of bfloat16 logits moves with the batch.
 #
 # Seen: A text of 8192 tokens, 16 rows of 512, with a perplexity of 3740 (exp of the double cross entropy of the same
-#   rounded logits). In float16, Perplexity gives that within 0.2 % in batches of 1 to 8 rows and inf in one of 16: the
-#   losses of a batch are summed in float16, which ends at 65504. One token with a loss of 30 also makes a whole float16
-#   text inf, as its probability is rounded to 0, where exp(cross entropy) is 1808. In bfloat16 the result is 3739 by
-#   single rows, 3768 in batches of 2 and 3828, 2.3 % too much, in batches of 8. With float32 logits all are equal.
+#   rounded logits). In float16, Perplexity gives that within 0.2 % in batches of 1 to 8 rows and inf in one of 16:
+#   the losses of a batch are summed in float16, which ends at 65504. One token with a loss of 30 also makes a whole
+#   float16 text inf, as its probability is rounded to 0, where exp(cross entropy) is 1808. In bfloat16 the result is
+#   3739 by single rows, 3768 in batches of 2 and 3828, 2.3 % too much, in batches of 8. With float32 logits all are
+#   equal. The logits are random, hence a perplexity above the 512 words of the vocabulary.
 # Versions: torch 2.13.0, torchmetrics 1.9.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: That a metric which takes half precision sums in the float32 of its state, and that a perplexity does not
 #   depend on how the text is cut into batches.
-# Why it matters: Evaluations of bfloat16 logits at different batch sizes differ by more than models often do; in float16
-#   one hard token, or a larger batch, makes a model's perplexity infinite.
+# Why it matters: Evaluations of bfloat16 logits at different batch sizes differ by more than models often do; in
+#   float16 one hard token, or a larger batch, makes a model's perplexity infinite: at a mean loss of 3 a batch of
+#   21'800 tokens.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(torchmetrics==1.9.0 numpy==2.4.6 torch==2.13.0)

@@ -3,7 +3,9 @@
 #
 # Seen: The part of the router's update that comes from the auxiliary loss is four times as large, element by element,
 #   with four micro-batches of one row as with one batch of four rows. Without the auxiliary loss, one batch of four
-#   rows and four micro-batches of one row give the same update.
+#   rows and four micro-batches of one row give the same update: the token loss of a micro-batch is divided by the
+#   tokens of all of them, the router loss is added to it whole. Over the ranks of DDP the same is reported as
+#   huggingface/transformers issue 48690.
 # Versions: torch 2.13.0, transformers 5.23.0, accelerate 1.15.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: That router_aux_loss_coef means the same with one and with four micro-batches.
 # Why it matters: More and smaller micro-batches, for a smaller GPU, change the weight of the experts' balance.
