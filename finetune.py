@@ -45,12 +45,12 @@ from trainer.finetuning.model import blank_model
 from trainer.finetuning.run import (
     check_memory,
     exported,
+    flops_model,
     has_exported,
     load_adapter,
     open_data,
     open_model,
     report_model,
-    to_count,
 )
 from trainer.optimizer import learning_rate
 from trainer.parallelize import make_mesh, make_optimizer, materialise, training_step, wrap
@@ -115,7 +115,7 @@ def main(
         # Data: a template makes tokens of chats. longrope chooses its factors by the positions that there are, without
         # padding.
         positions = model.longest_short(config.seqlen) > 0
-        data = open_data(config, vocab, rank, world, positions, model.takes_until)
+        data = open_data(config, vocab, rank, world, positions, model.can_share_prefix)
 
         # Flags: the model's shape, and steps for --epochs, are known now.
         shape = model.model.config
@@ -125,7 +125,9 @@ def main(
         check_memory(config, model, world)
         check_export(config)  # again: --epochs are steps now
         attention = f"{shape._attn_implementation} of transformers"
-        run.find_start(data, model, attention, config=config, counted=to_count(config, model))
+        run.find_checkpoint(
+            data, model, attention, config=config, counted=flops_model(config, model)
+        )
         written = has_exported(run, config)
         if run.done and (config.export is None or written):
             return 0

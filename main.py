@@ -9,7 +9,7 @@ is `run`, of trainer/run.py.
 
 Where to add what: a second loss term of logits and targets in `cross_entropy` of model.py (a sum over tokens; it counts
 in training with --loss full; --loss chunked and evaluation compute the cross-entropy alone), an optimizer in
-trainer/optimizer.py, used as AdamW is there (params, decaying, lr, t, moments, step), made in `make_optimizer` of
+trainer/optimizer.py, used as AdamW is there (params, decayed_count, lr, t, moments, step), made in `make_optimizer` of
 trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py,
 where the flags are), a figure of each logged step as `run.log_step(k, loss, lr, name=value)` (if `run.logged`, since
 reading it waits for the device), a column of the row as `run.extra_columns["name"] = value`. Exit codes:
@@ -128,7 +128,7 @@ def main(
         # Model: on the meta device, where no parameter has memory yet.
         model = reference_model(config, device)
         attention = choose_kernel(config, device)[-1]
-        run.find_start(data, model, attention, counted=model)
+        run.find_checkpoint(data, model, attention, counted=model)
         if run.done:
             return 0
         run.stages.add("model")

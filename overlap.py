@@ -139,10 +139,10 @@ def overlap_pass_and_options(
     classes = map(type, model.modules())
     has_units = any(getattr(cls, "_data_parallel_unit", False) for cls in classes)
     moves = Overlap(has_units, whole_step, ahead)
-    passes = dict(
+    inductor_options = dict(
         joint_custom_post_pass=RecomputeNorms(), post_grad_custom_post_pass=moves
     )
-    for name in passes:
+    for name in inductor_options:
         if getattr(inductor_config, name) is not None:
             raise ValueError(
                 f"torch._inductor.config.{name} is set, and compile_options() would "
@@ -150,7 +150,8 @@ def overlap_pass_and_options(
             )
     # A buffer that Inductor keeps for later reuse is memory that nothing else can have
     # meanwhile. The allocator gives a freed one out again at no cost.
-    return moves, passes | dict(allow_buffer_reuse=False) | DISABLED_INDUCTOR_PASSES
+    inductor_options["allow_buffer_reuse"] = False
+    return moves, inductor_options | DISABLED_INDUCTOR_PASSES
 
 
 # ----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def state_of(step):
 
 def start_of(c, step, batches):
     """The checkpoint that a run of these begins at."""
-    return checkpoint.find_start(c, batches, None, step.model.identity)
+    return checkpoint.find_checkpoint(c, batches, None, step.model.identity)
 
 
 def made(world, *argv, seed=0):

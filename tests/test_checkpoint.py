@@ -190,14 +190,14 @@ def test_with_only_damaged_steps_auto_does_not_begin_again(train, folder):
 
 def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
     planted = tmp_path / "run/step-00000006"
-    before = checkpoint.find_start
+    before = checkpoint.find_checkpoint
 
     def choose(*args):
         found = before(*args)
         planted.mkdir()
         return found
 
-    monkeypatch.setattr(checkpoint, "find_start", choose)
+    monkeypatch.setattr(checkpoint, "find_checkpoint", choose)
     fails(train("--save", tmp_path / "run"), 4, f"{planted}: already exists and is not overwritten")
     assert not [*planted.iterdir()]
 

@@ -1,4 +1,4 @@
-"""trainer.step.Replayed: what runs when, with a stand-in for CUDA's graphs; the real ones are in tests/test_gpu.py."""
+"""trainer.step.CudaGraphStep: what runs when, with a stand-in for CUDA's graphs; the real are in tests/test_gpu.py."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.step import CUDA_GRAPH_WARMUP as WARM
-from trainer.step import Replayed
+from trainer.step import CudaGraphStep
 
 
 class Graph:
@@ -59,7 +59,7 @@ def step(monkeypatch):
 
 
 def test_two_steps_run_as_they_are_then_one_is_captured_and_all_later_ones_are_replayed(step):
-    replayed = Replayed(step)
+    replayed = CudaGraphStep(step)
     for k in range(6):
         step.optimizer.lr.fill_(k)
         x = torch.full((2, 3), 1.0 + k)
@@ -75,7 +75,7 @@ def test_two_steps_run_as_they_are_then_one_is_captured_and_all_later_ones_are_r
 
 
 def test_another_shape_is_an_error_that_names_both(step):
-    replayed = Replayed(step)
+    replayed = CudaGraphStep(step)
     for _ in range(WARM + 1):
         replayed(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"--cuda-graph: captured for a batch \[2, 3\], got \[1, 3\]"):
@@ -83,4 +83,4 @@ def test_another_shape_is_an_error_that_names_both(step):
 
 
 def test_closing_what_was_never_captured_does_nothing(step):
-    Replayed(step).close()
+    CudaGraphStep(step).close()

@@ -163,7 +163,7 @@ def test_every_class_that_is_given_shared_beginnings_computes_what_it_does_with_
                 p.data += 0.05 * torch.randn_like(p)
             model = HuggingFaceModel(inner)
             model.check_packed(CPU)
-            if model.takes_until:
+            if model.can_share_prefix:
                 differ[family] = torch.inf
                 with torch.no_grad():
                     logits = model(tokens, position_ids=positions, until=until)

@@ -10,7 +10,7 @@ from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import attention as kernels
 from trainer.fault_tolerance.watchdog import _collectives
-from trainer.step import COMPILE_MODES, AdamW, Replayed, check_mode, make_step
+from trainer.step import COMPILE_MODES, AdamW, CudaGraphStep, check_mode, make_step
 from trainer.step_costs import device_peak
 
 pytestmark = GPU
@@ -42,7 +42,7 @@ def step_of(mesh, compile="none", dtype=None, chunk=0, **config):
 def losses(mesh, *args, steps=8, graph=False, **settings):
     step = step_of(mesh, *args, **settings)
     batch = torch.randint(512, (4, 257), device="cuda")  # the same for ever: the loss must fall
-    step = Replayed(step) if graph else step
+    step = CudaGraphStep(step) if graph else step
     values = torch.stack([step(batch[:, :-1], batch[:, 1:]).clone() for _ in range(steps)]).tolist()
     if graph:
         assert step.graph is not None

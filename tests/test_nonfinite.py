@@ -23,7 +23,7 @@ from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
 from trainer.optimizer import AdamW, local
 from trainer.parallelize import build
-from trainer.step import Replayed, Step
+from trainer.step import CudaGraphStep, Step
 
 pytestmark = pytest.mark.usefixtures("isolated")
 NAN = math.nan
@@ -51,7 +51,7 @@ def made(argv, world=1, device="cpu"):
         connect(c, 0, 0, 1)
     step = build(c, torch.device(device), world, compiled_update=True if c.compile == "fwdbwd" else None)
     step.poison = torch.tensor([1.0, 0.0], device=device)
-    run = Replayed(step) if c.cuda_graph else step
+    run = CudaGraphStep(step) if c.cuda_graph else step
     rank = dist.get_rank()
     count = world * c.batch * c.grad_accum
     batches = Batches("random", global_batch=count, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)

@@ -60,7 +60,7 @@ class AdamW:
     ):
         params = [p for p in params if p.requires_grad]
         self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
-        self.decaying = sum(p.ndim >= 2 for p in params)
+        self.decayed_count = sum(p.ndim >= 2 for p in params)
         shards = self.shards = [local(p.detach()) for p in self.params]
         self.m = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
         self.v = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
@@ -84,15 +84,15 @@ class AdamW:
         """Updates all parameters. grads: local shards, in the order of `self.params`; bad: fp32 scalar, 0.0 or 1.0."""
         self.t += 1 - bad
         if self.foreach and torch.compiler.is_compiling():
-            self._foreach(slice(None), grads, self.decaying, bad)
+            self._foreach(slice(None), grads, self.decayed_count, bad)
         elif self.foreach:
             # eager: one by one, because its temporaries are as large as what it updates.
             for i, grad in enumerate(grads):
-                self._foreach(slice(i, i + 1), [grad], i < self.decaying, bad)
+                self._foreach(slice(i, i + 1), [grad], i < self.decayed_count, bad)
         else:
             for part, decays in (
-                (slice(0, self.decaying), True),
-                (slice(self.decaying, None), False),
+                (slice(0, self.decayed_count), True),
+                (slice(self.decayed_count, None), False),
             ):
                 self._fused(part, grads[part], decays, bad)
 
@@ -116,9 +116,11 @@ class AdamW:
                 found_inf=bad,
             )
 
-    def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
-        """Updates the parameters of `part`, the first `decaying` of which decay. In a bad step every sum below adds a
-        zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every factor
+    def _foreach(
+        self, part: slice, g: list[Tensor], decayed_count: int, bad: Tensor | None
+    ) -> None:
+        """Updates the parameters of `part`, the first `decayed_count` of which decay. In a bad step each sum below adds
+        a zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every factor
         of what is kept is one."""
         # Not self.shards: a compiled graph has the parameters as inputs.
         p = [local(p) for p in self.params[part]]
@@ -150,8 +152,8 @@ class AdamW:
         update = [x.masked_fill(refused, 0.0) for x in m]
         torch._foreach_div_(update, d)
         torch._foreach_mul_(update, self.lr / (1 - b1**t))
-        if decaying:
-            torch._foreach_mul_(p[:decaying], 1 - self.lr * self.weight_decay * (1 - bad))
+        if decayed_count:
+            torch._foreach_mul_(p[:decayed_count], 1 - self.lr * self.weight_decay * (1 - bad))
         torch._foreach_sub_(p, update)
 
 
@@ -181,7 +183,7 @@ class AdamW8bit:
 
         params = [p for p in params if p.requires_grad]
         self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
-        self.decaying = sum(p.ndim >= 2 for p in params)
+        self.decayed_count = sum(p.ndim >= 2 for p in params)
         # Plain tensors, on which torchao knows nothing of ranks; one without rows has nothing to update.
         self.shards = [local(p.detach()) for p in self.params]
         self.in_8_bits = {
@@ -196,8 +198,8 @@ class AdamW8bit:
         self.stance = "default" if compiled else "force_eager"
         how = dict(lr=self.lr, betas=betas, block_size=self.BLOCK)
         groups = [
-            dict(params=self.shards[: self.decaying], weight_decay=weight_decay),
-            dict(params=self.shards[self.decaying :], weight_decay=0.0),
+            dict(params=self.shards[: self.decayed_count], weight_decay=weight_decay),
+            dict(params=self.shards[self.decayed_count :], weight_decay=0.0),
         ]
         self.theirs = Optimizer([group for group in groups if group["params"]], **how)
         for shard in self.shards:  # before the first step: a checkpoint fills them
@@ -266,7 +268,7 @@ class Muon:
         self.sets = list(muon.plan([muon.layout_of(p, replicas) for p in self.matrices]))
         dtype = adamw["moment_dtype"]
         self.momenta = [torch.zeros_like(local(p.detach()), dtype=dtype) for p in self.matrices]
-        self.decaying = len(self.matrices) + self.adamw.decaying
+        self.decayed_count = len(self.matrices) + self.adamw.decayed_count
         self.t, self.lr = self.adamw.t, self.adamw.lr  # the same tensors
 
     def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:

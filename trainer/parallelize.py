@@ -124,7 +124,7 @@ class HookedStep(Step):
             self.cross_entropy = torch.compile(
                 cross_entropy, fullgraph=True, options=inductor_options
             )
-            self.model_gives_logits = True
+            self.loss_outside_model = True
         if config.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if config.reduce_dtype == "bf16":

@@ -1,7 +1,7 @@
 """What surrounds the steps of main.py and of finetune.py: signals, hanging ranks, checkpoints, the log, the row.
 
     with Run(config, check, rank, local_rank, world) as run:    # flags get their values, the ranks meet
-        run.find_start(data, model, attention, counted=model)   # the newest checkpoint; run.first steps are done
+        run.find_checkpoint(data, model, attention, counted=model)   # the newest checkpoint; run.first steps are done
         run.check_equal_weights(model)
         run.resume_into(step)                                   # loads the checkpoint into it, prepares to save
         with run.training(step, train_step) as one_step:        # an end saves first; then --sample writes
@@ -167,7 +167,7 @@ class Run:
         if self.rank == 0:
             tell(text)
 
-    def find_start(
+    def find_checkpoint(
         self,
         data: Batches,
         model: LanguageModel,
@@ -187,7 +187,7 @@ class Run:
         agree(facts(config, data), self.group)
         self.resume_point = None
         if not config.world:
-            self.resume_point = checkpoint.find_start(config, data, self.group, model.identity)
+            self.resume_point = checkpoint.find_checkpoint(config, data, self.group, model.identity)
         self.state = self.resume_point.state if self.resume_point else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.measured = StepMeasurements(config, self.device, self.rank, self.first)

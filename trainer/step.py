@@ -94,7 +94,7 @@ def parameter_norms(
     return norms
 
 
-class WholeWeights:
+class UnshardedParameters:
     """accum_sync="last": the parameters gathered once, for micro-batches that then communicate nothing. Every rank
     holds, for the length of a step, the whole model in `param_dtype` and its whole gradient."""
 
@@ -192,15 +192,15 @@ class Step:
         self.between = between or (lambda: None)
         self.inspect = inspect
         # Modes "model" and "blocks": the model gives logits, unless the loss is chunked.
-        self.model_gives_logits = False
+        self.loss_outside_model = False
         self.cross_entropy = cross_entropy
         self.mesh = mesh
-        self.whole_weights = None
+        self.unsharded_parameters = None
         self.compiled = {}
         # Backward averages over the shards alone; the end of the step averages over the replicas.
         self.average_replicas_at_end = accum_sync == "shards"
         if accum_sync == "last" and mesh is not None:
-            self.whole_weights = WholeWeights(
+            self.unsharded_parameters = UnshardedParameters(
                 model, optimizer, param_dtype, reduce_dtype or param_dtype
             )
         self.ranks = mesh.size() if mesh is not None else 1
@@ -237,7 +237,7 @@ class Step:
     ) -> Tensor:
         """tokens, targets [b, T] of a micro-batch -> its part of the loss: the sum over its labels / `divisor`. The one
         function that --compile fwdbwd compiles for forward, and with it backward."""
-        if self.model_gives_logits and not self.chunk:
+        if self.loss_outside_model and not self.chunk:
             return self.cross_entropy(self.call(tokens, **inputs), targets) / divisor
         return self.call(tokens, targets, self.chunk, **inputs) / divisor
 
@@ -301,7 +301,11 @@ class Step:
     def trained_parameters(self) -> AbstractContextManager[list[Tensor]]:
         """Inside it the model computes with the parameters that it yields, of which backward makes the gradients: with
         accum_sync="last" they are whole, gathered here."""
-        return self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params)
+        return (
+            self.unsharded_parameters()
+            if self.unsharded_parameters
+            else nullcontext(self.optimizer.params)
+        )
 
     def forward(self, tokens: Tensor, targets: Tensor, divisor: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [b, T] of a micro-batch -> its part of the loss, fp32 scalar. Gathers parameters."""
@@ -330,9 +334,9 @@ class Step:
         """The local shards of the step's gradients, averaged over all ranks. Backward has done that, but for
         accum_sync="last" (all of it is left) and "shards" (left are the replicas). In every mode the phase "step"
         begins here, and `inspect` sees the gradients."""
-        if self.whole_weights:
+        if self.unsharded_parameters:
             self.enter("reduce", grads)
-            grads = self.whole_weights.reduce_fn(grads)
+            grads = self.unsharded_parameters.reduce_fn(grads)
         if self.average_replicas_at_end:
             self.enter("reduce", grads)
             for i, grad in enumerate(grads):  # one by one: each may be freed
@@ -408,7 +412,7 @@ class OneGraph(Step):
         return loss
 
 
-class Replayed:
+class CudaGraphStep:
     """`--cuda-graph`: a whole step as one CUDA graph, captured after CUDA_GRAPH_WARMUP calls, then replayed without
     Python, which fills `grad_norm` and `bad` of `step` again. Shapes may not change; learning rate and step count live
     on the device. train_step(tokens, targets): what to capture, if it is not step itself. peak_mib: of the capture; a
@@ -540,7 +544,7 @@ def make_step(
     if mode == "none":
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
-    if whole := step.whole_weights:
+    if whole := step.unsharded_parameters:
         # All parameters are gathered at once, without units to overlap with.
         own_options = ({} if plain else BUCKETS) | options
         whole.gather_fn = compiled("gather", whole.gather, own_options)
@@ -552,10 +556,10 @@ def make_step(
         for block in blocks:
             block.compile(fullgraph=True, options=options)
         step.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=options)
-        step.model_gives_logits = True
+        step.loss_outside_model = True
     elif mode == "model":
         step.call = compiled("model", model, options)
-        step.model_gives_logits = True
+        step.loss_outside_model = True
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).micro_batch_loss

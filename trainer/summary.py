@@ -227,7 +227,7 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
         for name, value in different
     ]
     optimizer = run.step.optimizer
-    still = len(run.step.optimizer.params) - run.step.optimizer.decaying
+    still = len(run.step.optimizer.params) - run.step.optimizer.decayed_count
     costs = [run.uncounted]
     if run.flops:
         causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
@@ -246,7 +246,7 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
         *data_lines(run.batches.description),
         f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank",
         *([replicated] if whole else []),
-        f"weight decay {config.weight_decay:g} for {optimizer.decaying} parameters, "
+        f"weight decay {config.weight_decay:g} for {optimizer.decayed_count} parameters, "
         f"none for the {still} with one dimension",
         *costs,
         f"ln V = {math.log(config.vocab):.4f}",

@@ -82,7 +82,6 @@ def run_once(words: list[str], cache: Path, folder: Path) -> dict:
             TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
             XDG_CACHE_HOME=f"{cache}/home",
             HF_DATASETS_CACHE=f"{cache}/datasets",
-            TORCHINDUCTOR_COMPILE_THREADS="1",  # so that the compiler's seconds are the process's
         ),
         capture_output=True,
         text=True,

@@ -277,7 +277,7 @@ def of_step(
         gather=(),
         block=block[0],
     )
-    if whole := step.whole_weights:
+    if whole := step.unsharded_parameters:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
         arguments["reduce"] = (
             [torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],

@@ -1,6 +1,6 @@
 """Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
 
-    checkpoint = find_start(config, batches, group, model.identity)    # newest usable step, or None: start fresh
+    checkpoint = find_checkpoint(config, batches, group, model.identity)    # newest usable step, or None: start fresh
     load(checkpoint, step, group)                                      # in place, into any number of ranks and any mode
 
 A step is a directory of DCP's files, train_state.json and manifest.json (size and CRC-32 of the others). Checksums find
@@ -244,7 +244,7 @@ def _open(path: str, files: dict) -> Checkpoint:
     return Checkpoint(path, about, state, metadata)
 
 
-def find_start(
+def find_checkpoint(
     config: Config, batches: Batches, group: Group, identity: dict[str, Any]
 ) -> Checkpoint | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
@@ -255,7 +255,7 @@ def find_start(
         if config.save is not None:
             undo.callback(drop, config.save)
             _claim(config.save, group)
-        checkpoint = _find_start(config, batches, group, identity)
+        checkpoint = _find_checkpoint(config, batches, group, identity)
         if checkpoint is None or checkpoint.state.step < config.steps:
             undo.pop_all()  # the run will write: it keeps the lock
     return checkpoint
@@ -273,7 +273,7 @@ def _claim(folder: str, group: Group) -> None:
         )
 
 
-def _find_start(
+def _find_checkpoint(
     config: Config, batches: Batches, group: Group, identity: dict
 ) -> Checkpoint | None:
     folder = dict(auto=config.save, never=None).get(config.resume, config.resume)

@@ -111,7 +111,7 @@ class HuggingFaceModel(nn.Module):
         return usual if self.rotary.get("rope_type") == "longrope" and seqlen > usual else 0
 
     @property
-    def takes_until(self) -> bool:
+    def can_share_prefix(self) -> bool:
         """Whether all that tells a token its place are positions and one mask for all layers: then examples of a row
         can share a beginning."""
         config = self.model.config

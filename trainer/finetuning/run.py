@@ -165,7 +165,7 @@ def check_memory(config: Config, model: HuggingFaceModel, world: int) -> None:
     check_fits(config, *ranks_here(config, world), step_bytes, shape=())
 
 
-def to_count(config: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
+def flops_model(config: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
     """A copy to count FLOPs on; None where rows have no one length."""
     return None if config.pad == "longest" else copy_on_meta(model)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.distributed import simulated_world
 from trainer.measuring import memory, timeline, timing
-from trainer.step import Replayed, Step
+from trainer.step import CudaGraphStep, Step
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -44,7 +44,7 @@ class StepMeasurements:
         # Of the last step, on simulated ranks.
         self.collectives = simulated_world.log() if config.world else None
         self.earlier_peak = {}  # of memory, before the last evaluation
-        self.replayed: Replayed | None = None  # with --cuda-graph
+        self.replayed: CudaGraphStep | None = None  # with --cuda-graph
         self.explained = min(self.warm, config.steps - 1) if config.explain_memory else None
         self.explanation: list[str] = []
         # Until the first step is done.
@@ -58,7 +58,7 @@ class StepMeasurements:
         self.snapshot = snapshot
         self.attached = step
         self.run_step = partial(train_step, step)
-        self.replayed = Replayed(step, self.run_step) if self.config.cuda_graph else None
+        self.replayed = CudaGraphStep(step, self.run_step) if self.config.cuda_graph else None
         eager = self.config.compile == "none"
         self.profile.ranges = partial(timing.named_ranges, step, eager)
 
