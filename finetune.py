@@ -92,7 +92,7 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
             norm = step.gradient_norm(grads)
             refused = step.refused(loss, norm)
             step.optimizer.step(step.clipped(grads, norm), refused)
-    step.grad_norm, step.bad = norm, refused
+    step.grad_norm, step.skipped = norm, refused
     return loss
 
 
@@ -163,7 +163,7 @@ def main(
                 run.say(exported(run, config, model))
             return 0
 
-        with run.training(step, train_step) as one_step:
+        with run.training(step, train_step) as step_fn:
             if rank == 0:
                 tell(
                     f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}"
@@ -173,7 +173,7 @@ def main(
                 optimizer.lr.fill_(lr)
                 with run.timed(k):
                     tokens, targets, inputs = run.next_batch()  # [B, T]
-                    loss = one_step(tokens, targets, **inputs)
+                    loss = step_fn(tokens, targets, **inputs)
                 run.log_step(k, loss, lr)
                 run.evaluate_if_due(k)
                 run.save_if_due(k)

@@ -99,7 +99,7 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
             # --clip; then each rank updates its shards.
             step.optimizer.step(step.clipped(grads, norm), refused)
     # For the log, and for what --nonfinite does about a refusal.
-    step.grad_norm, step.bad = norm, refused
+    step.grad_norm, step.skipped = norm, refused
     return loss
 
 
@@ -154,14 +154,14 @@ def main(
             initialise(config, model, run.resume_point, run.group)
         run.resume_into(step)  # if --save holds a checkpoint it is loaded: run.first steps are done
 
-        # one_step is train_step, with --cuda-graph replayed instead.
-        with run.training(step, train_step) as one_step:
+        # step_fn is train_step, with --cuda-graph replayed instead.
+        with run.training(step, train_step) as step_fn:
             for k in range(run.first, config.steps):
                 lr = learning_rate(config, k)
                 optimizer.lr.fill_(lr)
                 with run.timed(k):
                     tokens, targets, inputs = run.next_batch()  # [B, T]
-                    loss = one_step(tokens, targets, **inputs)
+                    loss = step_fn(tokens, targets, **inputs)
                 run.log_step(k, loss, lr)  # ends the run, or warns, if the update was refused
                 run.evaluate_if_due(k)
                 run.save_if_due(k)

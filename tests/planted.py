@@ -136,8 +136,8 @@ def planting(text: str):
 
     @contextmanager
     def with_faults(own: run.Run, step: Step, train_step: Callable):
-        with _planted(text, own, step), training(own, step, train_step) as one_step:
-            yield one_step
+        with _planted(text, own, step), training(own, step, train_step) as step_fn:
+            yield step_fn
 
     with mock.patch.object(run.Run, "training", with_faults):
         yield

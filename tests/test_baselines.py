@@ -110,7 +110,7 @@ def trained(argv, rank=0, world=1):
     def note(params, grads):
         told[-1] |= {names[id(p)]: whole(g, p) for p, g in zip(params, grads, strict=True)}
 
-    step.inspect = note if c.compile != "step" else None
+    step.on_gradients = note if c.compile != "step" else None
     for tokens, targets in masked():
         rows = slice(12 // world * rank, 12 // world * (rank + 1))
         told.append({})

@@ -135,7 +135,7 @@ def test_cast_converts_the_moments_alone_and_says_so(old, new, train, trains):
 
     with mock.patch("trainer.run.Saver", side_effect=note):
         done = train(*argv, "--cast")
-    lock.drop_all()  # as the saver would have done
+    lock.release_all()  # as the saver would have done
     assert done.code == 0
     assert f"--cast: Adam's moments are converted from {old} to {new}" in done.out
     to = dict(fp32=torch.float32, bf16=torch.bfloat16)[new]

@@ -156,7 +156,7 @@ def claim_directories(mesh):
         told.append(os.listdir(where))
     told.append((os.getpid(), json.loads(Path(f"{where}/lock").read_text())["pid"]))
     dist.barrier()
-    lock.drop(where)
+    lock.release(where)
     return told
 
 

@@ -42,17 +42,17 @@ def test_a_signal_is_seen_by_another_thread_while_the_main_one_is_in_c_and_count
     later = []
     monkeypatch.setattr(Signals, "_handle", lambda self, *told: later.append(told))
     with Signals(speak=False) as signals:
-        signals.look()
+        signals.note_pending()
         assert not signals.got
         os.kill(os.getpid(), signal.SIGTERM)
-        signals.look()
+        signals.note_pending()
         assert signals.got == signal.SIGTERM
         assert len(later) == 1
         monkeypatch.undo()
         time.sleep(0.6)
         signals._handle(*later[0])  # a second signal would end the process
         os.kill(os.getpid(), signal.SIGWINCH)
-        signals.look()
+        signals.note_pending()
     assert signals.got == signal.SIGTERM
 
 
@@ -175,10 +175,10 @@ def test_what_one_rank_notes_all_learn_at_the_next_boundary(other):
     signals = Signals()
     ranks = Control(signals, GROUP)
     other += [(0, 1.5, False, 0), (1, 1.5, True, 0), (2, 1.5, False, signal.SIGTERM)]
-    assert not ranks.boundary(0, 1.5)
-    assert not ranks.boundary(1, 1.5, cpu_s=0.25)
+    assert not ranks.exchange(0, 1.5)
+    assert not ranks.exchange(1, 1.5, cpu_s=0.25)
     assert ranks.cpu_s == [0.0, 0.5]
-    assert ranks.boundary(2, 1.5), "that a save failed elsewhere"
+    assert ranks.exchange(2, 1.5), "that a save failed elsewhere"
     assert ranks.cpu_s == [0.25, 0.5], "of each rank"
     with pytest.raises(Stopped, match="SIGTERM") as stopped:
         ranks.finish()
@@ -194,7 +194,7 @@ def test_what_one_rank_notes_all_learn_at_the_next_boundary(other):
 def test_ranks_that_drift_apart_are_noticed(mine, theirs, told, other):
     ranks = Control(Signals(), GROUP)
     other.append((*theirs, False, 0))
-    ranks.boundary(*mine)
+    ranks.exchange(*mine)
     if told is None:
         assert ranks.finish() is False
     else:
@@ -205,11 +205,11 @@ def test_ranks_that_drift_apart_are_noticed(mine, theirs, told, other):
 def test_one_rank_stops_at_once():
     signals = Signals()
     alone = Control(signals, None)
-    assert alone.boundary(1) is False
-    assert alone.boundary(2, failed=True) is True
+    assert alone.exchange(1) is False
+    assert alone.exchange(2, failed=True) is True
     signals.got = signal.SIGINT
     with pytest.raises(Stopped, match="SIGINT"):
-        alone.boundary(3)
+        alone.exchange(3)
 
 
 def test_facts_that_differ_are_named_with_the_rank(monkeypatch):

@@ -312,9 +312,9 @@ def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(trains, monkeypatch)
 
 
 def test_a_signal_in_an_evaluation_stops_it_and_loses_no_step(train, monkeypatch, tmp_path):
-    def evaluate(c, step, batches, device, between):
+    def evaluate(c, step, batches, device, check_for_stop):
         os.kill(os.getpid(), signal.SIGTERM)
-        between()
+        check_for_stop()
         pytest.fail("it went on")
 
     monkeypatch.setattr(runs, "evaluate", evaluate)

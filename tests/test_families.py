@@ -60,7 +60,7 @@ def train(folder: Path, out: Path) -> tuple[float, dict, str]:
     c = resolved(folder, "--seqlen", 12)
     step = built(c)
     load.load_weights(c, step.model, None)
-    step.model.look(CPU)
+    step.model.probe(CPU)
     loss = step.model(TOKENS, TARGETS)
     loss.backward()
     grads = {n: p.grad.full_tensor() for n, p in step.model.model.named_parameters() if p.grad is not None}
@@ -73,7 +73,7 @@ def train(folder: Path, out: Path) -> tuple[float, dict, str]:
         export.export(resolved(folder, "--export", out), step.model, None)
     except CheckpointError as error:
         packed += f", not exported: {error}"
-    assert step(TOKENS, TARGETS).isfinite() and not step.bad
+    assert step(TOKENS, TARGETS).isfinite() and not step.skipped
     return loss.item(), grads, packed
 
 
@@ -231,16 +231,16 @@ def test_rows_that_are_too_short_for_a_part_of_the_model_are_refused_before_the_
 
 @pytest.mark.long
 def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path, monkeypatch):
-    seen, look = {}, HuggingFaceModel.look
+    seen, probe = {}, HuggingFaceModel.probe
 
     def watched(self, device):
         for name, module in self.model.named_modules():
             if name.endswith(("mlp.gate", "q_proj")):
                 last = name.rpartition(".")[2]
                 module.register_forward_pre_hook(lambda m, _, last=last: seen.update({last: m.weight.dtype}))
-        look(self, device)
+        probe(self, device)
 
-    monkeypatch.setattr(HuggingFaceModel, "look", watched)
+    monkeypatch.setattr(HuggingFaceModel, "probe", watched)
     for family in ("mamba", "ernie4_5_moe"):
         done = fine(tune("--steps", 1, "--param-dtype", "bf16", model=saved(family, tmp_path / family)))
         assert "transformers keeps" not in done.out, done.err

@@ -242,7 +242,7 @@ def test_a_file_system_that_is_unmounted_in_mid_run_gets_no_save_below_it(errors
 def test_a_folder_that_was_replaced_is_noticed_and_one_that_was_moved_back_is_not(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    assert lock.take(folder) is None
+    assert lock.acquire(folder) is None
     folder.rename(tmp_path / "aside")
     folder.mkdir()
     with pytest.raises(CheckpointError, match="run: is not the directory that this run locked"):
@@ -254,7 +254,7 @@ def test_a_folder_that_was_replaced_is_noticed_and_one_that_was_moved_back_is_no
     (folder / "lock").unlink()  # by hand
     lock.renew(folder)
     assert (folder / "lock").exists()
-    lock.drop(folder)
+    lock.release(folder)
 
 
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):

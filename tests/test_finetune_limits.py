@@ -279,8 +279,8 @@ def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_
 @pytest.mark.long
 def test_a_model_is_looked_at_once_and_by_no_compiled_code(tune, monkeypatch):
     looks, compiled = [], []
-    look, compile = HuggingFaceModel.look, torch.compile
-    monkeypatch.setattr(HuggingFaceModel, "look", lambda model, device: (looks.append(1), look(model, device)))
+    probe, compile = HuggingFaceModel.probe, torch.compile
+    monkeypatch.setattr(HuggingFaceModel, "probe", lambda model, device: (looks.append(1), probe(model, device)))
     eager = lambda graph, _: compiled.append(graph) or graph.forward  # noqa: E731
     call = lambda module, **_: setattr(module, "_compiled_call_impl", compile(module._call_impl, backend=eager))  # noqa: E731
     monkeypatch.setattr(torch.nn.Module, "compile", call)

@@ -247,7 +247,7 @@ c = flags.resolve(flags.parse(line.split()), "cuda", 8)
 gpu_code.Kernel.launched = lambda kernel, args: Kernel(kernel.source)(*args)
 with gpu_code.simulated(c, 8, "sm_90") as (step, tokens, codes):
     def run(mark):
-        with step.watched(lambda phase, grads: mark()):
+        with step.watch_phases(lambda phase, grads: mark()):
             step(tokens, tokens)
     found = observe(run, step.model)
 block = [p for name, p in step.model.named_parameters() if name.startswith("blocks.0.")]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 @pytest.fixture(autouse=True)
 def nothing_held(isolated):
     yield
-    lock.drop_all()
+    lock.release_all()
 
 
 def foreign(folder, seconds_ago=0, **owner):
@@ -109,7 +109,7 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
     if text is not None:
         path.write_text(text)
     os.utime(path, (path.stat().st_mtime - ago,) * 2)
-    assert lock.take(tmp_path) == f"took over the lock of {who}, which gave no sign of life for 180 s"
+    assert lock.acquire(tmp_path) == f"took over the lock of {who}, which gave no sign of life for 180 s"
     told = capsys.readouterr().out
     assert waits - 5 <= clock.now <= waits + lock.POLL
     assert (f"{who} may be writing there" in told) == (waits > 0)
@@ -120,7 +120,7 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
 def test_a_process_of_another_machine_of_the_same_name_is_not_looked_for_among_those_here(tmp_path, clock):
     """Hosts are often called alike: localhost, the pods of a set. There it may well be alive."""
     foreign(tmp_path, host=socket.gethostname(), pid=gone(), machine=f"{lock._machine()} of another boot")
-    assert "no sign of life for 180 s" in lock.take(tmp_path)
+    assert "no sign of life for 180 s" in lock.acquire(tmp_path)
     assert clock.now >= 175
 
 
@@ -154,7 +154,7 @@ def test_a_sign_of_another_machine_refuses_the_run_that_waits_and_leaves_everyth
 def test_a_lock_that_another_machine_gives_back_is_taken_at_once(tmp_path, clock):
     path = foreign(tmp_path)
     clock.then[20] = path.unlink
-    assert lock.take(tmp_path) is None and clock.now == 20 and json.loads(path.read_text())["pid"] == os.getpid()
+    assert lock.acquire(tmp_path) is None and clock.now == 20 and json.loads(path.read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize(("start", "alive"), [(None, True), ("5", True), ("6", False)])
@@ -175,7 +175,7 @@ def test_of_two_runs_that_take_over_at_once_one_is_refused(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "rename", overtaken)
     with pytest.raises(Refused, match="pid 4712 on host node7 has just begun"):
-        lock.take(tmp_path)
+        lock.acquire(tmp_path)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == 4712
     assert len([*tmp_path.iterdir()]) == 1
 
@@ -197,7 +197,7 @@ def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatc
 
 
 def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
-    code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); "
+    code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.acquire(d); "
     code += "print(os.listdir(d)); sys.exit(3)"
     done = module("\n" + code, tmp_path, timeout=20)
     assert (done.code, done.out) == (3, "['lock']\n")
@@ -207,16 +207,16 @@ def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_p
 def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypatch):
     old = 1e9
     monkeypatch.setattr(lock, "SIGN", 0.01)
-    lock.take(tmp_path / ".")
+    lock.acquire(tmp_path / ".")
     path = tmp_path / "lock"
     until = time.monotonic() + 20
     os.utime(path, (old, old))
     while path.stat().st_mtime == old:
         assert time.monotonic() < until
         time.sleep(0.01)
-    lock.drop(tmp_path)
+    lock.release(tmp_path)
     monkeypatch.undo()
-    lock.take(tmp_path)
+    lock.acquire(tmp_path)
     os.utime(path, (old, old))
     lock.renew(f"{tmp_path}/")
     assert path.stat().st_mtime > old
@@ -235,7 +235,7 @@ def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_other
 
 
 def test_a_lock_that_somebody_removed_is_written_again(tmp_path):
-    lock.take(tmp_path)
+    lock.acquire(tmp_path)
     before = (tmp_path / "lock").read_text()
     (tmp_path / "lock").unlink()
     lock.renew(tmp_path)

@@ -112,7 +112,7 @@ def test_a_change_is_found_where_the_head_of_main_py_says(train, monkeypatch):
         return loss + logits.float().logsumexp(-1).square().sum()
 
     class SGD(AdamW):
-        def step(self, grads, bad):
+        def step(self, grads, skip):
             torch._foreach_sub_(self.shards, [self.lr * grad for grad in grads])
 
     monkeypatch.setitem(cross_entropy.__globals__, "cross_entropy", with_term)  # model.py's name for it

@@ -89,7 +89,7 @@ def refused(argv, bad, world=1, on=0, device="cpu"):
         before = state(step)
         step.poison.copy_(torch.tensor(poison if dist.get_rank() == on else (1.0, 0.0)))
         loss = run(*batch)
-        told.append((loss.item(), step.grad_norm.item(), step.bad.item()))
+        told.append((loss.item(), step.grad_norm.item(), step.skipped.item()))
         same.append(state(step) == before)
     after = state(step)
     for t, value in zip(tensors(step), start, strict=True):
@@ -169,7 +169,7 @@ def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(pois
     before = state(step)
     tokens, targets = next(batches)
     loss = step(tokens, torch.full_like(targets, IGNORE))
-    assert (loss, step.grad_norm, step.bad) == (0, 0, 1)
+    assert (loss, step.grad_norm, step.skipped) == (0, 0, 1)
     assert state(step) == before
     check = checking("--nonfinite stop")
     check.put(4, step, loss)
@@ -208,7 +208,7 @@ def norms_apart(mesh):
         step, _, batches = made(f"--compile none --mode replicate {argv}", 2)
         with mock.patch("trainer.step.global_norm", lambda *_, norms=norms: torch.tensor(norms[dist.get_rank()])):
             step(*next(batches))
-        found.append((step.grad_norm.item(), step.bad.item(), state(step)))
+        found.append((step.grad_norm.item(), step.skipped.item(), state(step)))
     return found
 
 
@@ -355,8 +355,8 @@ def test_a_spike_of_the_norm_is_told_and_trained_on(argv, told, trains, monkeypa
 # ------------------------------------------------------------------------------------------------------------ the host
 
 
-def numbers(norm=1.0, bad=0.0, loss=2.0):
-    return SimpleNamespace(grad_norm=torch.tensor(norm), bad=torch.tensor(bad)), torch.tensor(loss)
+def numbers(norm=1.0, skipped=0.0, loss=2.0):
+    return SimpleNamespace(grad_norm=torch.tensor(norm), skipped=torch.tensor(skipped)), torch.tensor(loss)
 
 
 def checking(argv="", late=False):
@@ -380,7 +380,7 @@ def test_on_cuda_a_step_is_read_once_the_next_is_launched_or_when_asked(monkeypa
     check.flush()
     assert calls[3:] == ["wait", "record", "wait"]
     assert check.loss == 3.0
-    check.put(4, *numbers(bad=1.0, loss=NAN))
+    check.put(4, *numbers(skipped=1.0, loss=NAN))
     with pytest.raises(NonFinite, match="step 4: not finite"):
         check.put(5, *numbers())
 
@@ -392,7 +392,7 @@ def test_a_spike_is_one_against_the_last_hundred_good_steps(capsys):
     for k in range(WINDOW + 10):
         check.put(k, *numbers(1.0))
     check.put(1, *numbers(10.0))
-    check.put(2, *numbers(1000.0, bad=1.0))
+    check.put(2, *numbers(1000.0, skipped=1.0))
     assert "gradient norm 10 is" not in (out := capsys.readouterr().out)
     assert "gradient norm 1000)" in out
     check.put(3, *numbers(12.0))  # the mean of 99 steps of 1 and one of 10 is 1.09
@@ -405,7 +405,7 @@ def test_the_batch_of_overfit_is_always_the_first():
     check = checking()
     check.batches = SimpleNamespace(sample=80, global_batch=8, overfit=True)
     with pytest.raises(NonFinite, match="samples 0-7:"):
-        check.put(10, *numbers(bad=1.0))
+        check.put(10, *numbers(skipped=1.0))
 
 
 def test_what_fits_is_accepted():

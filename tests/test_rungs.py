@@ -104,7 +104,7 @@ def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch)
             data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
             monkeypatch.setattr(torch, "compile", graphs_of(found) if how == "fwdbwd" else torch.compile)
             step = make_step(how, model, AdamW(model.parameters(), 1e-3), mesh=mesh)
-            step.inspect = lambda params, grads, how=how: found.update({how: [g.clone() for g in grads]})
+            step.on_gradients = lambda params, grads, how=how: found.update({how: [g.clone() for g in grads]})
             tokens, targets = batch()
             found[how, "loss"] = step(tokens, targets)
     finally:

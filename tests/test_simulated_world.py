@@ -149,7 +149,7 @@ def check_gradients(mode, compile, steps=3, limit=0.0, device="cpu"):
         shards = MODES[mode]
         step = build(c, torch.device(device), 8)
         seen = []
-        step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
+        step.on_gradients = lambda params, grads: seen.append([g.clone() for g in grads])
         wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
         step.optimizer.lr.fill_(1e-2)
         step.optimizer.eps = EPS
@@ -161,7 +161,7 @@ def check_gradients(mode, compile, steps=3, limit=0.0, device="cpu"):
         sim.stop()
 
     one = build(configured("--wrapper none --compile none", device=device), torch.device(device), 1)
-    one.inspect = lambda params, grads: expected.append([g.clone() for g in grads])
+    one.on_gradients = lambda params, grads: expected.append([g.clone() for g in grads])
     one.model.load_state_dict(wholes)
     one.optimizer.lr.fill_(1e-2)
     one.optimizer.eps = EPS
@@ -292,7 +292,7 @@ def two_ranks(mesh=None):
         shards = [local(p.detach()) for p in step.optimizer.params]
         values = []
         calls = []
-        step.inspect = lambda _, grads, to=values: to.append(torch.stack(torch._foreach_norm(grads)).norm().item())
+        step.on_gradients = lambda _, grads, to=values: to.append(torch.stack(torch._foreach_norm(grads)).norm().item())
         for k in range(3):
             for shard in shards:
                 dist.broadcast(shard, 0)

@@ -251,7 +251,7 @@ def test_a_watched_step_leaves_nothing_behind():
         before = dict(step.__dict__)
         watch(c, step, *batch)
         assert before.keys() == step.__dict__.keys()
-        assert {k for k in before if step.__dict__[k] is not before[k]} <= {"grad_norm", "bad", "phase"}
+        assert {k for k in before if step.__dict__[k] is not before[k]} <= {"grad_norm", "skipped", "phase"}
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
 
 

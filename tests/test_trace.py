@@ -90,7 +90,8 @@ class Block(nn.Module):
 
 def test_a_unit_that_is_computed_again_is_a_range_inside_its_backward(monkeypatch):
     """Checkpointed from outside, as transformers does it: the recomputation ends by an exception in the unit."""
-    step = SimpleNamespace(model=nn.ModuleDict(dict(blocks=nn.ModuleList([Block(), Block()]))), watched=nullcontext)
+    model = nn.ModuleDict(dict(blocks=nn.ModuleList([Block(), Block()])))
+    step = SimpleNamespace(model=model, watch_phases=nullcontext)
     open_, found = [], []
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What the model makes of data that it never trains on: its loss there (--eval-every), what it writes (--sample).
 
-    found = evaluate(config, step, batches, device, between)   # {"eval_loss": .., "eval_bpb": ..}, on every rank
-    lines = sample(config, step, batches, device, between)     # for people
+    found = evaluate(config, step, batches, device, check_for_stop)  # {"eval_loss": .., "eval_bpb": ..}, on every rank
+    lines = sample(config, step, batches, device, check_for_stop)    # for people
 
 Collectives over all ranks. Both run the module itself, without gradients and without the compiler, in every --wrapper
 and --compile mode: no other graph is compiled for them, and the graphs of training do not change.
@@ -42,15 +42,15 @@ def evaluate(
     step: Step,
     batches: Batches,
     device: torch.device,
-    between: Callable[[], None] = lambda: None,
+    check_for_stop: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """eval_loss, nats per token of --eval-every's held-out batches, with eval_bpb, bits per byte, of data that
     is bytes and eval_ppl, perplexity, of other data. The same on every rank, and but for rounding on any number of
-    ranks. between: called at every batch."""
+    ranks. check_for_stop: called at every batch."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed losses, tokens
     with _inference(config, step, device):
         for tokens, targets, *extra in batches.held_out(config.eval_batches):
-            between()
+            check_for_stop()
             inputs = {name: t for batch_inputs in extra for name, t in batch_inputs.items()}
             for x, y, micro_inputs in step.micro_batches(tokens, targets, inputs):
                 # [B, T] each.
@@ -77,10 +77,10 @@ def sample(
     step: Step,
     batches: Batches,
     device: torch.device,
-    between: Callable[[], None] = lambda: None,
+    check_for_stop: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some, without
-    those after one that ends an answer. Each costs a forward of --seqlen tokens. between: called before each."""
+    those after one that ends an answer. Each costs a forward of --seqlen tokens. check_for_stop: called before each."""
     T = config.seqlen
     generator = torch.Generator(device="cpu").manual_seed(config.seed)
     ids = batches.prompt(max(1, T // 2))
@@ -88,7 +88,7 @@ def sample(
     vocab = 256 if batches.bytes else config.vocab
     with _inference(config, step, device):
         for _ in range(config.sample):
-            between()
+            check_for_stop()
             seen = torch.tensor([ids[-T:]], device="cpu")  # [1, up to T]
             # No token sees what follows it.
             window = torch.nn.functional.pad(seen, (0, T - seen.shape[1]))

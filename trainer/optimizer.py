@@ -3,7 +3,7 @@ update.
 
     optimizer = AdamW(model.parameters(), lr=3e-4)         # parameters may be DTensors or plain
     optimizer.lr.fill_(learning_rate(config, k))           # of step k; lr and step count are scalars on the device
-    optimizer.step(grads, bad)                             # bad: fp32 scalar; 0.0: update, 1.0: change nothing
+    optimizer.step(grads, skip)                            # skip: fp32 scalar; 0.0: update, 1.0: change nothing
     optimizer.moments(), optimizer.t                       # its state: moments by parameter, number of updates
 
 AdamW runs no collective. It is torch's fused kernel, or (foreach) operations over lists that torch.compile fuses; both
@@ -44,9 +44,10 @@ def local(t: Tensor) -> Tensor:
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019). Matrices decay, vectors (norms, biases) do not. A step that is `bad` leaves
-    parameters, moments and step count as they are, to the bit. moment_dtype: of both moments (None: the parameters'),
-    not of the arithmetic. foreach: the form that torch.compile fuses, always taken for moments below fp32."""
+    """AdamW (Loshchilov and Hutter 2019). Matrices decay, vectors (norms, biases) do not. A step whose `skip` is 1
+    leaves parameters, moments and step count as they are, to the bit. moment_dtype: of both moments (None: the
+    parameters'), not of the arithmetic. foreach: the form that torch.compile fuses, always taken for moments below
+    fp32."""
 
     def __init__(
         self,
@@ -80,23 +81,23 @@ class AdamW:
             yield "v", p, v
 
     @torch.no_grad()
-    def step(self, grads: list[Tensor], bad: Tensor) -> None:
-        """Updates all parameters. grads: local shards, in the order of `self.params`; bad: fp32 scalar, 0.0 or 1.0."""
-        self.t += 1 - bad
+    def step(self, grads: list[Tensor], skip: Tensor) -> None:
+        """Updates all parameters. grads: local shards, in the order of `self.params`; skip: fp32 scalar, 0.0 or 1.0."""
+        self.t += 1 - skip
         if self.foreach and torch.compiler.is_compiling():
-            self._foreach(slice(None), grads, self.decayed_count, bad)
+            self._foreach(slice(None), grads, self.decayed_count, skip)
         elif self.foreach:
             # eager: one by one, because its temporaries are as large as what it updates.
             for i, grad in enumerate(grads):
-                self._foreach(slice(i, i + 1), [grad], i < self.decayed_count, bad)
+                self._foreach(slice(i, i + 1), [grad], i < self.decayed_count, skip)
         else:
             for part, decays in (
                 (slice(0, self.decayed_count), True),
                 (slice(self.decayed_count, None), False),
             ):
-                self._fused(part, grads[part], decays, bad)
+                self._fused(part, grads[part], decays, skip)
 
-    def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
+    def _fused(self, part: slice, grads: list[Tensor], decays: bool, skip: Tensor | None) -> None:
         if grads:
             adamw(
                 self.shards[part],
@@ -113,23 +114,23 @@ class AdamW:
                 weight_decay=self.weight_decay if decays else 0.0,
                 eps=self.eps,
                 maximize=False,
-                found_inf=bad,
+                found_inf=skip,
             )
 
     def _foreach(
-        self, part: slice, g: list[Tensor], decayed_count: int, bad: Tensor | None
+        self, part: slice, g: list[Tensor], decayed_count: int, skip: Tensor | None
     ) -> None:
-        """Updates the parameters of `part`, the first `decayed_count` of which decay. In a bad step each sum below adds
-        a zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every factor
-        of what is kept is one."""
+        """Updates the parameters of `part`, the first `decayed_count` of which decay. In a refused step each sum below
+        adds a zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every
+        factor of what is kept is one."""
         # Not self.shards: a compiled graph has the parameters as inputs.
         p = [local(p) for p in self.params[part]]
         m = self.m[part]
         v = self.v[part]
-        bad = torch.zeros_like(self.t) if bad is None else bad
-        refused = bad.bool()
-        # If the first step is bad t is 1, not 0, by which it would divide.
-        t = self.t + bad
+        skip = torch.zeros_like(self.t) if skip is None else skip
+        refused = skip.bool()
+        # If the first step is refused t is 1, not 0, by which it would divide.
+        t = self.t + skip
         b1, b2 = self.betas
         stored = (m, v)
         narrow = m[0].dtype != p[0].dtype
@@ -153,14 +154,14 @@ class AdamW:
         torch._foreach_div_(update, d)
         torch._foreach_mul_(update, self.lr / (1 - b1**t))
         if decayed_count:
-            torch._foreach_mul_(p[:decayed_count], 1 - self.lr * self.weight_decay * (1 - bad))
+            torch._foreach_mul_(p[:decayed_count], 1 - self.lr * self.weight_decay * (1 - skip))
         torch._foreach_sub_(p, update)
 
 
 class AdamW8bit:
     """AdamW of torchao (Dettmers et al. 2021), used as AdamW is: moments are codes of 8 bits, with a scale for each
     BLOCK of them. Blocks never cross rows, so that shards of whole rows have the same codes for every number of ranks;
-    parameters whose rows are no multiple of BLOCK, and small ones, have moments in fp32. The host waits for `bad`.
+    parameters whose rows are no multiple of BLOCK, and small ones, have moments in fp32. The host waits for `skip`.
     compiled: torchao compiles the update of each shape; else it is computed eagerly, one parameter at a time.
     ValueError where torchao is not installed."""
 
@@ -226,9 +227,9 @@ class AdamW8bit:
                 yield f"{kind}_scale", p, scale.reshape(len(shard), scales)
 
     @torch.no_grad()
-    def step(self, grads: list[Tensor], bad: Tensor) -> None:
+    def step(self, grads: list[Tensor], skip: Tensor) -> None:
         """As AdamW's."""
-        if bad:
+        if skip:
             return
         for shard, grad in zip(self.shards, grads, strict=True):
             self.theirs.state[shard]["step"].copy_(self.t)  # a resumed run has only loaded t
@@ -277,10 +278,12 @@ class Muon:
         yield from self.adamw.moments()
 
     @torch.no_grad()
-    def step(self, grads: list[Tensor], bad: Tensor) -> None:
+    def step(self, grads: list[Tensor], skip: Tensor) -> None:
         """As AdamW's; a collective."""
         n = len(self.matrices)
-        self.adamw.step(grads[n:], bad)
+        self.adamw.step(grads[n:], skip)
         shards = [local(p) for p in self.matrices]
         lr = self.lr * self.ratio
-        muon.muon(self.sets, shards, grads[:n], self.momenta, lr=lr, refused=bad.bool(), **self.how)
+        muon.muon(
+            self.sets, shards, grads[:n], self.momenta, lr=lr, refused=skip.bool(), **self.how
+        )

@@ -232,12 +232,12 @@ def training_step(
     model: LanguageModel,
     optimizer: AdamW | Muon,
     mesh: dist.DeviceMesh | None,
-    between: Callable[[], Any] | None = None,
-    inspect: Callable[[list, list], Any] | None = None,
+    check_for_stop: Callable[[], Any] | None = None,
+    on_gradients: Callable[[list, list], Any] | None = None,
     compiled_update: bool | None = None,
 ) -> Step:
-    """The step of resolved flags, compiled by --compile at its first call. between, inspect: see Step; compiled_update:
-    see make_step. ValueError as make_step."""
+    """The step of resolved flags, compiled by --compile at its first call. check_for_stop, on_gradients: see Step;
+    compiled_update: see make_step. ValueError as make_step."""
     model.prepare(config.seqlen, optimizer.lr.device)
     kwargs = dict(
         options=compile_options(config),
@@ -249,8 +249,8 @@ def training_step(
         param_dtype=DTYPES[config.param_dtype],
         reduce_dtype=DTYPES[config.reduce_dtype],
         norm_limit=config.norm_limit,
-        between=between,
-        inspect=inspect,
+        check_for_stop=check_for_stop,
+        on_gradients=on_gradients,
     )
     if config.wrapper in ("fsdp2", "ddp"):
         return HookedStep(config, model, optimizer, **kwargs)

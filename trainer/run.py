@@ -4,11 +4,11 @@
         run.find_checkpoint(data, model, attention, counted=model)   # the newest checkpoint; run.first steps are done
         run.check_equal_weights(model)
         run.resume_into(step)                                   # loads the checkpoint into it, prepares to save
-        with run.training(step, train_step) as one_step:        # an end saves first; then --sample writes
+        with run.training(step, train_step) as step_fn:        # an end saves first; then --sample writes
             for k in range(run.first, run.config.steps):
                 with run.timed(k):
                     tokens, targets, inputs = run.next_batch()
-                    loss = one_step(tokens, targets, **inputs)
+                    loss = step_fn(tokens, targets, **inputs)
                 run.log_step(k, loss, lr)                       # step k is done: what is saved and timed counts by it
                 run.evaluate_if_due(k)
                 run.save_if_due(k)
@@ -95,7 +95,7 @@ class Run:
             self.device = connect(config, rank, local_rank, world, patience)
         except ValueError as error:
             fail(str(error), rank)
-        self.opened = False
+        self.prepared = False
         self.sinks = None
         self.step = None
         # For the row: losses, lines at the end, more entries.
@@ -129,15 +129,15 @@ class Run:
         with self.around:
             caught = isinstance(error, Exception | KeyboardInterrupt)
             if caught:
-                run = self if self.opened else None
+                run = self if self.prepared else None
                 self.outcome, self.code = ended_by(error, run, self.watchdog, self.config.debug)
             self.signals.over = True
-            if self.opened:
+            if self.prepared:
                 self.measured.profile.close()
             if self.sinks is not None and (caught or error is None):
                 self._write_row()
             if (caught or error is None) and self.code in (0, *Signals.CODES):  # all ranks are here
-                if self.opened and self.measured.replayed is not None:
+                if self.prepared and self.measured.replayed is not None:
                     self.measured.replayed.close()
                 shutdown()
         return caught
@@ -195,7 +195,7 @@ class Run:
         tokens = config.batch * config.grad_accum * config.seqlen
         self.step_tokens = None if counted is None else tokens
         self.flops, self.uncounted = flops.of_step(config, counted)
-        self.opened = True
+        self.prepared = True
         self.done = self.first >= config.steps > 0
         if self.done:
             self.say(
@@ -251,7 +251,7 @@ class Run:
     def check_for_stop(self) -> None:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any, DataError if one cannot
         read on."""
-        self.control.boundary(
+        self.control.exchange(
             self.state.step,
             failed=self.saver.failed(),
             problem=self.batches.error,
@@ -296,7 +296,7 @@ class Run:
             last = k + 1 == self.config.steps
             problem = self.batches.error if last else self.batches.problem()
             failed = self.saver.failed()
-            if self.control.boundary(k, self.finite.norm, failed, problem, self.step_cpu_s):
+            if self.control.exchange(k, self.finite.norm, failed, problem, self.step_cpu_s):
                 self.saver.wait()  # it failed on all
             if line := self.stragglers.add(self.control.cpu_s):
                 self.say(line)
@@ -357,8 +357,8 @@ class Run:
     def evaluate(self) -> None:
         """The loss on held-out data after the step that is done, and its line beside the training loss."""
         self.finite.flush()
-        with self.outside_steps("eval") as between:
-            result = evaluate(self.config, self.step, self.batches, self.device, between)
+        with self.outside_steps("eval") as check_for_stop:
+            result = evaluate(self.config, self.step, self.batches, self.device, check_for_stop)
         state = self.state
         loss = result["eval_loss"]
         best = math.inf if state.best is None else state.best
@@ -377,20 +377,20 @@ class Run:
 
     def sample(self) -> list[str]:
         """Lines with what the model writes after the step that is done."""
-        with self.outside_steps("sample") as between:
-            return sample(self.config, self.step, self.batches, self.device, between)
+        with self.outside_steps("sample") as check_for_stop:
+            return sample(self.config, self.step, self.batches, self.device, check_for_stop)
 
     @contextmanager
     def outside_steps(self, place: str) -> Iterator[Callable[[], None]]:
         """What runs inside is no part of a step: not of the peak of memory, nor of the collectives that a row tells. It
         calls what this yields at every pause, where a signal ends it with Stopped on all ranks."""
 
-        def between() -> None:
+        def beat_and_check() -> None:
             self.watchdog.beat(self.state.step, place)
             self.check_for_stop()
 
         with self.measured.outside_steps():
-            yield between
+            yield beat_and_check
             with suppress(Stopped, DataError):  # the next boundary tells it again
                 self.control.finish()
 

@@ -2,12 +2,12 @@
 
     step = make_step("fwdbwd", model, AdamW(model.parameters(), lr=3e-4), grad_accum=2, clip=1.0, chunk=2048)
     loss = step(tokens, targets)              # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
-    step.grad_norm, step.bad                  # before clipping; 1.0: 0, not finite or above norm_limit: no update
+    step.grad_norm, step.skipped              # before clipping; 1.0: 0, not finite or above norm_limit: no update
 
 A micro-batch's loss is the sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
 Loss and norm are those of all ranks, so that all refuse the same updates. Everything stays on the device; reading the
-loss, the norm or `bad` is the only host sync (AdamW8bit reads `bad`).
+loss, the norm or `skipped` is the only host sync (AdamW8bit reads it).
 """
 
 import gc
@@ -156,8 +156,8 @@ class UnshardedParameters:
 
 class Step:
     """The step of every mode. train_step of main.py has its parts in the order in which they run; here `__call__` has.
-    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). between: called between
-    micro-batches; it may raise, to end the step with nothing changed. inspect: called with (parameters, the local
+    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). check_for_stop: called between
+    micro-batches; it may raise, to end the step with nothing changed. on_gradients: called with (parameters, the local
     shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}.
     whole_step: what runs in place of the parts in mode "step", of class OneGraph; else None. compiled_update: `update`,
@@ -179,8 +179,8 @@ class Step:
         param_dtype=None,
         reduce_dtype=None,
         norm_limit: float = 0.0,
-        between: Callable[[], Any] | None = None,
-        inspect: Callable[[list, list], Any] | None = None,
+        check_for_stop: Callable[[], Any] | None = None,
+        on_gradients: Callable[[list, list], Any] | None = None,
     ):
         self.model = model
         self.call = model
@@ -189,8 +189,8 @@ class Step:
         self.clip = clip
         self.chunk = chunk
         self.norm_limit = norm_limit
-        self.between = between or (lambda: None)
-        self.inspect = inspect
+        self.check_for_stop = check_for_stop or (lambda: None)
+        self.on_gradients = on_gradients
         # Modes "model" and "blocks": the model gives logits, unless the loss is chunked.
         self.loss_outside_model = False
         self.cross_entropy = cross_entropy
@@ -212,13 +212,13 @@ class Step:
         }
         dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
         self.replicated = [dim for dim in dims if groups != {mesh.get_group(dim).group_name}]
-        self.grad_norm = self.bad = None  # until the first step
+        self.grad_norm = self.skipped = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
         self.dynamic = False  # whether batches differ in T: one graph for all, from the first on
 
     @contextmanager
-    def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    def watch_phases(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
         """Inside it `watcher` is called with the name of each phase that begins, and the gradients that it begins with:
         those of this rank that "reduce" and "step" are given."""
         self.watcher = watcher
@@ -244,12 +244,12 @@ class Step:
     def micro_batches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
     ) -> Iterator[tuple]:
-        """(tokens, targets, inputs) of each micro-batch, calling `between` between two of them."""
+        """(tokens, targets, inputs) of each micro-batch, calling `check_for_stop` between two of them."""
         parts = {name: t.chunk(self.grad_accum) for name, t in inputs.items()}
         pairs = zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)
         for i, (x, y) in enumerate(pairs):
             if i:
-                self.between()
+                self.check_for_stop()
             yield (
                 self.marked(x),
                 self.marked(y),
@@ -333,7 +333,7 @@ class Step:
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """The local shards of the step's gradients, averaged over all ranks. Backward has done that, but for
         accum_sync="last" (all of it is left) and "shards" (left are the replicas). In every mode the phase "step"
-        begins here, and `inspect` sees the gradients."""
+        begins here, and `on_gradients` sees the gradients."""
         if self.unsharded_parameters:
             self.enter("reduce", grads)
             grads = self.unsharded_parameters.reduce_fn(grads)
@@ -342,8 +342,8 @@ class Step:
             for i, grad in enumerate(grads):  # one by one: each may be freed
                 grads[i] = self.all_reduce(grad, "avg", [0])
         self.enter("step", grads)
-        if self.inspect is not None:
-            self.inspect(self.optimizer.params, grads)
+        if self.on_gradients is not None:
+            self.on_gradients(self.optimizer.params, grads)
         return grads
 
     @torch.no_grad()
@@ -380,7 +380,7 @@ class Step:
                 norm = self.gradient_norm(grads)
                 refused = self.refused(loss, norm)
                 self.optimizer.step(self.clipped(grads, norm), refused)
-        self.grad_norm, self.bad = norm, refused
+        self.grad_norm, self.skipped = norm, refused
         return loss
 
 
@@ -408,15 +408,15 @@ class OneGraph(Step):
         tokens = self.marked(tokens)
         targets = self.marked(targets)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
-            loss, self.grad_norm, self.bad = self.graph(tokens, targets, **inputs)
+            loss, self.grad_norm, self.skipped = self.graph(tokens, targets, **inputs)
         return loss
 
 
 class CudaGraphStep:
     """`--cuda-graph`: a whole step as one CUDA graph, captured after CUDA_GRAPH_WARMUP calls, then replayed without
-    Python, which fills `grad_norm` and `bad` of `step` again. Shapes may not change; learning rate and step count live
-    on the device. train_step(tokens, targets): what to capture, if it is not step itself. peak_mib: of the capture; a
-    replay allocates nothing."""
+    Python, which fills `grad_norm` and `skipped` of `step` again. Shapes may not change; learning rate and step count
+    live on the device. train_step(tokens, targets): what to capture, if it is not step itself. peak_mib: of the
+    capture; a replay allocates nothing."""
 
     def __init__(self, step: Step, train_step: Callable[..., Tensor] | None = None):
         self.step = step
@@ -446,7 +446,7 @@ class CudaGraphStep:
 
     def _capture(self) -> None:
         """Records the step without running it."""
-        self.step.grad_norm = self.step.bad = None
+        self.step.grad_norm = self.step.skipped = None
         # Torch then empties the allocator's cache: with the graph's own pool it would be twice the
         # peak.
         gc.collect()
@@ -503,14 +503,14 @@ def make_step(
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
     the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
+    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's check_for_stop and on_gradients.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     compiled_update: in mode fwdbwd; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled,
     for a minute.
     ValueError for what mode or torch cannot do."""
     check_mode(mode, options)
-    if kwargs.get("inspect") is not None and mode == "step":
-        raise ValueError("inspect: this step has no gradients outside its graph")
+    if kwargs.get("on_gradients") is not None and mode == "step":
+        raise ValueError("on_gradients: this step has no gradients outside its graph")
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(
         lambda r: "context_fn is passed" not in str(r.msg)

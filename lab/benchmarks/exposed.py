@@ -76,7 +76,7 @@ def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
         took = timed(step, batch)
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     calls = iter(simulated_world.log())
-    drawn = [("computation", 0.0, took)]
+    spans = [("computation", 0.0, took)]
     free = 0.0
     for event in events:
         start = (event.time_range.start - events[0].time_range.start) / 1e3
@@ -84,11 +84,11 @@ def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
             call = next(calls)
             start = max(start, free)
             free = start + 1e3 * call.seconds
-            drawn.append((call.op, start, free))
-            drawn += [("waiting", start, free)] * (not call.async_op)
+            spans.append((call.op, start, free))
+            spans += [("waiting", start, free)] * (not call.async_op)
         elif event.name.endswith("::wait_tensor"):
-            drawn.append(("waiting", start, start + event.time_range.elapsed_us() / 1e3))
-    return [(what, round(a, 2), round(b, 2)) for what, a, b in drawn if b - a > 0.05]
+            spans.append(("waiting", start, start + event.time_range.elapsed_us() / 1e3))
+    return [(what, round(a, 2), round(b, 2)) for what, a, b in spans if b - a > 0.05]
 
 
 def ends(calls: list, seconds: list[float]) -> float:
@@ -166,7 +166,7 @@ def measure(settings: list[str], config: flags.Config) -> list[dict]:
             if factor == 1 and kind == "cpu":
                 simulated_world.use(links[setting, factor])
                 row["lanes"] = min(
-                    (lanes(step, batch) for _ in range(TRIALS)), key=lambda drawn: drawn[0][2]
+                    (lanes(step, batch) for _ in range(TRIALS)), key=lambda spans: spans[0][2]
                 )
             rows.append(row)
     return rows

@@ -501,10 +501,10 @@ def published_steps(device: str) -> Iterator[tuple[str, SimpleNamespace, int, fl
                 yield f"{axis} {' '.join(map(str, key))}", config, p["ranks"], ms
 
 
-def predicted_ms(config: SimpleNamespace, ranks: int, gpu: hardware.Gpu, between: str) -> float:
+def predicted_ms(config: SimpleNamespace, ranks: int, gpu: hardware.Gpu, link_name: str) -> float:
     """Of a step of the reference transformer over a link, as --link names it."""
     serial = gpu.serial_link and "plain" in config.compile_options
-    bandwidth = link(gpu.serial_link if serial else between)
+    bandwidth = link(gpu.serial_link if serial else link_name)
     return 1e3 * step_time(config, ranks, reference(config), gpu, bandwidth).seconds
 
 

@@ -183,11 +183,11 @@ def interleave(folder: Path, pad: str, mode: str, arguments: argparse.Namespace)
     data = open_data(config, vocab)
     shape = model.model.config
     config = config.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
-    model.drawn = False  # the weights are the files'
+    model.random_init = False  # the weights are the files'
     step = build(config, device, 1, model=model)
     step.dynamic = pad == "longest"
     load_weights(config, model, None)
-    model.look(device)
+    model.probe(device)
 
     ours, theirs, first = [], [], {}  # ours: (seconds, CPU seconds, targets, loss) of a step
 

@@ -45,15 +45,15 @@ def check_settings(settings: list[str], rank: int) -> None:
     modes = dict(
         simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks")
     )
-    bad = [
+    unknown = [
         setting for setting in settings if parts(setting)[1] not in modes.get(parts(setting)[0], ())
     ]
-    bad += [
+    unknown += [
         setting for setting in settings if parts(setting)[2] not in ("adamw", "muon", "torch-muon")
     ]
-    if bad or not settings:
+    if unknown or not settings:
         fail(
-            f"settings {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
+            f"settings {' '.join(unknown) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
             "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon",
             rank,
         )
@@ -81,9 +81,9 @@ class TorchMuon:
         return getattr(self.ours, name)
 
     @torch.no_grad()
-    def step(self, grads: list[torch.Tensor], bad: torch.Tensor) -> None:
+    def step(self, grads: list[torch.Tensor], skip: torch.Tensor) -> None:
         n = len(self.ours.matrices)
-        self.ours.adamw.step(grads[n:], bad)
+        self.ours.adamw.step(grads[n:], skip)
         for p, grad in zip(self.ours.matrices, grads[:n], strict=True):
             p.grad = DTensor.from_local(
                 grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()

@@ -236,7 +236,7 @@ def simulate(config: flags.Config, world: int, arch: str | None) -> tuple[Timeli
             for g in grads:
                 meter.read(g, GRADIENTS)
 
-        with step.watched(note), meter.metering():
+        with step.watch_phases(note), meter.metering():
             step(tokens, tokens)
     return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(config)), meter
 

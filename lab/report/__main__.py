@@ -221,8 +221,8 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         paths, left = figures(name, shared(shaped), shaped, args, folder)
         put(left, end="\n\n" * bool(left))
         sections += [(name, f"{about}\n{left}", "", paths)] * bool(paths)
-    drawn = [path for *_, paths in sections for path in paths]
-    put(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
+    plots = [path for *_, paths in sections for path in paths]
+    put(*plots, sep="\n", end="\n" * bool(plots and args.plots)) if args.plots else None
     if args.html:
         args.html.write_text(page(sections))
         put(args.html)

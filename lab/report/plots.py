@@ -226,24 +226,24 @@ def lines(
     (x, words): no figure, but why. marks: {words: x} of vertical lines. axes: of matplotlib's Axes.set; both axes are
     logarithmic unless it says otherwise. Marks of published curves are white, and a curve whose name ends with
     HELD_OUT has the color of the one without. NoFigure without a point."""
-    names = list(dict.fromkeys(name.removesuffix(HELD_OUT) for _, drawn in made for name in drawn))
+    names = list(dict.fromkeys(name.removesuffix(HELD_OUT) for _, panel in made for name in panel))
     plot = column(1 + 2.3 * len(made) + 0.17 * (len(names) + len(marks or ())))
     handles = {}
     panes = plot.subplots(len(made), 1, sharex=True, squeeze=False)[:, 0]
-    for ax, (words, drawn) in zip(panes, made, strict=True):
+    for ax, (words, panel) in zip(panes, made, strict=True):
         ax.set(**dict(xscale="log", yscale="log", ylabel=wrapped(words, 28)) | axes)
-        for name, points in drawn.items():
+        for name, points in panel.items():
             number = names.index(name.removesuffix(HELD_OUT))
             known = [point for point in points if not isinstance(point[1], str)]
             known.sort(key=lambda point: point[0])
             color = COLORS[number % len(COLORS)]
-            look = dict(color=color, linestyle=STYLES[number % len(STYLES)])
+            style = dict(color=color, linestyle=STYLES[number % len(STYLES)])
             if len(known) <= 12 or name.endswith(HELD_OUT):
-                look["marker"] = MARKERS[number % len(MARKERS)]
+                style["marker"] = MARKERS[number % len(MARKERS)]
             if name.startswith("published") or name.endswith(HELD_OUT):
-                look["markerfacecolor"] = "white"
+                style["markerfacecolor"] = "white"
             if name.endswith(HELD_OUT):
-                look["linestyle"] = "none"
+                style["linestyle"] = "none"
             if known:
                 x, y = zip(*(point[:2] for point in known), strict=True)
                 ends = [
@@ -253,7 +253,7 @@ def lines(
                     )
                 ]
                 ends = [*zip(*ends, strict=True)] if any(map(any, ends)) else None
-                handles[name] = ax.errorbar(x, y, ends, **look)
+                handles[name] = ax.errorbar(x, y, ends, **style)
             for x, why in (point for point in points if isinstance(point[1], str) and point[1]):
                 place = (x, 0.06 + 0.1 * (number % 6))
                 how = dict(xycoords=ax.get_xaxis_transform(), ha="center", va="center", fontsize=7)
@@ -263,7 +263,7 @@ def lines(
     for number, (words, place) in enumerate((marks or {}).items(), 1):
         handles[words] = ax.axvline(place, color="0.4", linestyle=STYLES[number % len(STYLES)])
     places = sorted(
-        {point[0] for _, drawn in made for points in drawn.values() for point in points}
+        {point[0] for _, panel in made for points in panel.values() for point in points}
     )
     for ax in panes:
         ax.margins(0.08, 0.12)
@@ -306,15 +306,15 @@ def bars(
             median = published.figure(bar.row, key)
             if median:
                 value = published.figure(bar.row, f"{key}_min") or median
-                look = dict(color=FILLS[series.index(bar.series) % len(FILLS)], edgecolor="black")
+                style = dict(color=FILLS[series.index(bar.series) % len(FILLS)], edgecolor="black")
                 ends = [[0], [median - value]] if median > value else None
-                handles[bar.series] = ax.barh(at, value, 0.17, xerr=ends, **look)
+                handles[bar.series] = ax.barh(at, value, 0.17, xerr=ends, **style)
             else:
                 end = str(bar.row.get("outcome", ""))[:24]
                 ax.text(0, at, f" {end}", va="center", fontsize=7)
             if theirs := bar.published.get(key):
-                look = dict(color="black", markerfacecolor="white")
-                [handles["published"]] = ax.plot(theirs, at, "D", **look)
+                style = dict(color="black", markerfacecolor="white")
+                [handles["published"]] = ax.plot(theirs, at, "D", **style)
         ax.set(xlabel=wrapped(words, 22), ylim=(sum(heights), 0))
         ax.set_xlim(0, 1.08 * ax.get_xlim()[1])
         ax.set_yticks(middles, [text for text, _ in entries])
@@ -378,14 +378,14 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
         handles = {}
         for at, (i, text) in enumerate(zip(named, texts, strict=True)):
-            look = dict(color=COLORS[at % len(COLORS)], markerfacecolor="none", linestyle="none")
-            [handles[wrapped(text, 36)]] = ax.plot(*points[i], MARKERS[at % len(MARKERS)], **look)
+            style = dict(color=COLORS[at % len(COLORS)], markerfacecolor="none", linestyle="none")
+            [handles[wrapped(text, 36)]] = ax.plot(*points[i], MARKERS[at % len(MARKERS)], **style)
         if others := [point for i, point in enumerate(points) if i not in named]:
             # As an image: in an SVG each dot of thousands would be an element.
-            look = dict(color="0.5", zorder=0, rasterized=len(others) > MOST)
+            style = dict(color="0.5", zorder=0, rasterized=len(others) > MOST)
             better = len(named) == len(good) < len(points)
             [handles[f"{len(others)} others" + ", none better in both" * better]] = ax.plot(
-                *zip(*others, strict=True), ".", **look
+                *zip(*others, strict=True), ".", **style
             )
         ax.set(xlabel="time of the smallest step (ms)", ylabel=f"{words} (MiB)")
         ax.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))

@@ -87,7 +87,7 @@ class Part:
         self.part = part
         self.model = step.model
         self.optimizer = step.optimizer
-        self.watched = step.watched
+        self.watch_phases = step.watch_phases
         if part != "step":
             self.optimizer.m = []
             self.optimizer.v = []

@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loads = [0] * dist.get_world_size(group)  # bytes of parameters
         self.rank = dist.get_rank(group)
         self.owner = {}
-        self.own = None
+        self.local_optimizer = None
         self.pairs = []
         super().__init__(params, kind([torch.zeros(1)], **options).defaults)
 
@@ -77,12 +77,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params=[p for p in param_group["params"] if self.owner[p] == self.rank]
         )
         if mine["params"]:
-            if self.own is None:
-                self.own = self.kind([mine], **self.options)
-                self.state = self.own.state
+            if self.local_optimizer is None:
+                self.local_optimizer = self.kind([mine], **self.options)
+                self.state = self.local_optimizer.state
             else:
-                self.own.add_param_group(mine)
-            self.pairs.append((len(self.param_groups) - 1, self.own.param_groups[-1]))
+                self.local_optimizer.add_param_group(mine)
+            self.pairs.append((len(self.param_groups) - 1, self.local_optimizer.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -92,13 +92,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for number, mine in self.pairs:  # what a scheduler has changed
             group = self.param_groups[number]
             mine.update({name: value for name, value in group.items() if name != "params"})
-        if self.own:
-            self.own.step()
+        if self.local_optimizer:
+            self.local_optimizer.step()
         last = None
         for sent in self.send():  # at most two buckets are on their way, and copied
-            self.take(*last) if last else None
+            self.copy_received(*last) if last else None
             last = sent
-        self.take(*last)
+        self.copy_received(*last)
         return loss
 
     def send(self) -> Iterable[tuple]:
@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             source = dist.get_global_rank(self.group or dist.group.WORLD, owner)
             yield dist.broadcast(flat, source, group=self.group, async_op=True), flat, bucket
 
-    def take(self, work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
+    def copy_received(self, work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
         work.wait()
         for p, new in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.copy_(new.view_as(p))
@@ -138,8 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"rank {self.rank} of {len(self.loads)} does not own parameters {others[:3]}"
             )
         super().load_state_dict(state_dict)
-        if self.own:
-            self.own.state = self.state
+        if self.local_optimizer:
+            self.local_optimizer.state = self.state
 
 
 def flags(parser) -> None:
@@ -191,7 +191,7 @@ def trainer(
                 moments["before the update"] = held(params, grads, states, device)
 
         def noted() -> None:
-            with step.watched(watcher):
+            with step.watch_phases(watcher):
                 step(x, y)
             # What is left of gradients is not counted.
             moments["after the update"] = held(params, None, states, device)
@@ -212,16 +212,16 @@ def trainer(
         states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
         moments[name] = held(params, [p.grad for p in params], states, device)
 
-    def one_step(look: Callable[[str], None] = len) -> None:
+    def training_step(on_moment: Callable[[str], None] = len) -> None:
         (model(x, y) / y.numel()).backward()
         reducer.finish()
-        look("before the update")
+        on_moment("before the update")
         optimizer.step()
-        look("after the update")
+        on_moment("after the update")
         optimizer.zero_grad()
 
     note("after init")
-    return one_step, lambda: one_step(note), moments
+    return training_step, lambda: training_step(note), moments
 
 
 def on_rank(

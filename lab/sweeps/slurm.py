@@ -173,7 +173,7 @@ def claimed(folder: Path, wait: bool) -> Iterator[bool]:
     180 s for a sign of life of a process on another machine, which may be gone."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        said = lock.take(str(folder), patient=wait)
+        said = lock.acquire(str(folder), patient=wait)
     except Refused as error:
         who = str(error).removeprefix(f"--save {folder}: ").partition(";")[0]
         put(f"    left out: {who.replace('is writing there', 'runs it')}")
@@ -183,7 +183,7 @@ def claimed(folder: Path, wait: bool) -> Iterator[bool]:
         put(f"    {said}\n" * (said is not None), end="")
         yield True
     finally:
-        lock.drop(str(folder))
+        lock.release(str(folder))
 
 
 def main() -> None:

@@ -117,7 +117,11 @@ def step_of(c: flags.Config):
     step = build(c, torch.device("cpu"), WORLD, compiled_update=c.compile != "none")
     found = []
     tokens = torch.randint(c.vocab, (c.batch, c.seqlen), generator=torch.Generator().manual_seed(0))
-    with step.watched(lambda phase, grads: found.extend(g.clone() for g in grads or ()) if phase == "step" else None):
+    def note(phase, grads):
+        if phase == "step":
+            found.extend(g.clone() for g in grads or ())
+
+    with step.watch_phases(note):
         loss = step(tokens, tokens.roll(-1, 1))
     return loss, found, step
 

@@ -159,7 +159,7 @@ def odd_parameters(mesh) -> list[str]:
     """Ties once; a rank that owns nothing; a closure; copies; loading."""
     p = torch.nn.Parameter(torch.arange(4.0))
     optimizer = zero1.ShardedOptimizer([p, p], torch.optim.SGD, lr=1.0)
-    assert optimizer.loads == [16, 0] and (optimizer.own is None) == (mesh.get_local_rank() == 1)
+    assert optimizer.loads == [16, 0] and (optimizer.local_optimizer is None) == (mesh.get_local_rank() == 1)
 
     def closure():
         loss = (p * torch.tensor([1.0, 2, 3, 4])).sum()

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from trainer.attention import DTYPES
-from trainer.checkpoint.lock import content, drop, take
+from trainer.checkpoint.lock import acquire, content, release
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config
 from trainer.data import Batches, DataError
@@ -248,12 +248,12 @@ def find_checkpoint(
     config: Config, batches: Batches, group: Group, identity: dict[str, Any]
 ) -> Checkpoint | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
-    `drop`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
+    `release`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
     Raises CheckpointError, also where --save holds steps later than the one to start from, DataError for other data
     than the checkpoint's, and Refused where another run writes to --save or ranks see different directories."""
     with ExitStack() as undo:
         if config.save is not None:
-            undo.callback(drop, config.save)
+            undo.callback(release, config.save)
             _claim(config.save, group)
         checkpoint = _find_checkpoint(config, batches, group, identity)
         if checkpoint is None or checkpoint.state.step < config.steps:
@@ -263,7 +263,7 @@ def find_checkpoint(
 
 def _claim(folder: str, group: Group) -> None:
     """Locks --save on rank 0, and checks that all ranks see this lock, whose content no other has. Raises Refused."""
-    if said := on_rank_0(partial(take, folder), group):
+    if said := on_rank_0(partial(acquire, folder), group):
         say(said)
     locks = on_all(partial(content, folder), group)
     if blind := [str(rank) for rank, lock in enumerate(locks) if lock != locks[0]]:
@@ -330,15 +330,15 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], b
     present = steps_in(save) if save is not None else []
     paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
-        own = [os.path.join(save, name) for name in present]
+        saved_paths = [os.path.join(save, name) for name in present]
         marks = {_mark(path) for path in paths}
-        for path in own:
+        for path in saved_paths:
             with suppress(Exception):  # a damaged one
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
                     say(
                         f"the run in {save} began at --resume {folder}; resuming from its own newest step"
                     )
-                    return present, own, True
+                    return present, saved_paths, True
         raise CheckpointError(
             f"--save {save}: already holds {present[0]}, but --resume names another folder, {folder}; resume from "
             "--save (--resume auto), move its steps away, or save to another folder"
@@ -526,14 +526,14 @@ def reader(checkpoint: Checkpoint) -> dcp.FileSystemReader:
 def parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """What the checkpoint holds of the model, without the optimizer's tensors, on the meta device."""
     saved = checkpoint.metadata.state_dict_metadata
-    own = [
+    names = [
         name
         for name in saved
         if name != "t" and not (name.partition(".")[0] in KINDS and name.partition(".")[2] in saved)
     ]
     return {
         name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta")
-        for name in own
+        for name in names
     }
 
 

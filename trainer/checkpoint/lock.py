@@ -1,8 +1,8 @@
 """The lock of a directory that one run at a time may write to: a file `lock` in it, which names its owner. No torch.
 
-    said = take(folder)     # Refused if another run has it; a line to print if it was taken over, else None
+    said = acquire(folder)  # Refused if another run has it; a line to print if it was taken over, else None
     renew(folder)           # a sign of life, also given every 30 s; CheckpointError if another run has taken it over
-    drop(folder)            # at the latest when the process exits
+    release(folder)         # at the latest when the process exits
 
 A lock is stale if its process ran on this machine and is gone, or if another machine holds it and gave no sign of life
 for 180 s. The latter is waited for, so that a job started again on another host takes over its own old lock. Ages are
@@ -31,7 +31,7 @@ LONGEST = 1 << 16  # characters of a lock that are read
 _held: dict[str, tuple[str, threading.Event, tuple[int, int]]] = {}
 
 
-def take(folder: str, patient: bool = True) -> str | None:
+def acquire(folder: str, patient: bool = True) -> str | None:
     """Takes the lock of `folder`, unless this process has it already; returns a line to print if another run had it.
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid, and CheckpointError where no lock can be written."""
@@ -97,7 +97,7 @@ def renew(folder: str) -> None:
         os.utime(path)
 
 
-def drop(folder: str) -> None:
+def release(folder: str) -> None:
     folder = os.path.abspath(folder)
     if folder in _held:
         text, over, _ = _held.pop(folder)
@@ -108,9 +108,9 @@ def drop(folder: str) -> None:
 
 
 @atexit.register
-def drop_all() -> None:
+def release_all() -> None:
     for folder in [*_held]:
-        drop(folder)
+        release(folder)
 
 
 def content(folder: str) -> str | None:

@@ -33,7 +33,7 @@ from trainer.checkpoint.load import (
     table_of,
     tensors,
 )
-from trainer.checkpoint.lock import drop, renew
+from trainer.checkpoint.lock import release, renew
 from trainer.checkpoint.manifest import (
     CheckpointError,
     digest,
@@ -153,7 +153,7 @@ class Saver(AbstractContextManager):
                 self.thread = None
                 self.staged = {}
             if self.config.save is not None:
-                drop(self.config.save)
+                release(self.config.save)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         try:
@@ -235,8 +235,8 @@ def _commit(
     """Completes a step, gives it its name, and removes all but the newest --keep and, with --keep-best the best one.
     files: what all ranks wrote."""
     write_json(os.path.join(temporary, "train_state.json"), about)
-    for own in (".metadata", "train_state.json"):
-        files[own] = digest(os.path.join(temporary, own))
+    for file in (".metadata", "train_state.json"):
+        files[file] = digest(os.path.join(temporary, file))
     for file, (size, _) in files.items():
         if os.stat(os.path.join(temporary, file)).st_size != size:
             raise CheckpointError(

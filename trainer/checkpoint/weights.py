@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.load import Checkpoint, on_all, say
-from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.lock import acquire, release
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
 from trainer.distributed.control import Group, agree
@@ -237,7 +237,7 @@ def _check(
 ) -> None:
     here = {name: t for t, names in owners for name in names}
     both = [(name, there[name].like, t) for name, t in here.items() if name in there]
-    told = {
+    mismatches = {
         "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
         "unexpected": sorted(there.keys() - here.keys()),
         "of another shape": [
@@ -251,7 +251,7 @@ def _check(
     }
     if problems := [
         f"{counted(len(n), 'tensor')} {how}: {', '.join(map(str, n[:5]))}"
-        for how, n in told.items()
+        for how, n in mismatches.items()
         if n
     ]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
@@ -341,7 +341,7 @@ def write(
                 f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB"
             )
         os.mkdir(temporary)
-        take(temporary)
+        acquire(temporary)
         for file, names in files.items():
             _write_file(
                 os.path.join(temporary, file), {name: tensors[name] for name in names}, read, about
@@ -368,7 +368,7 @@ def write(
         )
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
-        drop(temporary)
+        release(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
     return made
 
@@ -379,9 +379,9 @@ def tidy(path: str) -> None:
     left = re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
     for name in filter(left.fullmatch, os.listdir(folder)):
         with suppress(Refused, CheckpointError):
-            take(os.path.join(folder, name), patient=False)
+            acquire(os.path.join(folder, name), patient=False)
             shutil.rmtree(os.path.join(folder, name))
-            drop(os.path.join(folder, name))
+            release(os.path.join(folder, name))
             say(f"removed {name}, which an export that was killed left unfinished")
 
 

@@ -4,7 +4,7 @@
     agree({"--depth": 4, ...}, group)      # raises Desync, naming what differs and on which rank
     with Signals() as signals:             # SIGTERM, Ctrl-C, .. are noted; a second one ends the process at once
         control = Control(signals, group)
-        control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
+        control.exchange(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
 At a boundary, between steps or micro-batches, the ranks all-reduce seven numbers on the host, and with them the CPU
@@ -93,7 +93,7 @@ class Signals:
     SIGXCPU (a limit of CPU time) in `got`. A second one, later than AGAIN_S, ends the process; a second SIGXCPU does
     not, since the system sends one each second. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then
     ends who ignores it. Main thread only; but Python calls no handler while that is in C, as in a collective: another
-    thread may `look`."""
+    thread may `note_pending`."""
 
     KINDS = (
         signal.SIGTERM,
@@ -113,7 +113,7 @@ class Signals:
         self.pipe = None
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
         self.before_kill: Callable[[], None] = lambda: None
-        self.early = 0  # a signal that `look` has seen before its handler
+        self.early = 0  # a signal that `note_pending` has seen before its handler
 
     def __enter__(self):
         passed = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
@@ -133,7 +133,7 @@ class Signals:
         for end in self.pipe:
             os.close(end)
 
-    def look(self) -> None:
+    def note_pending(self) -> None:
         """Notes a first signal whose handler has not been called yet. For a thread beside the main."""
         came = set()
         with suppress(BlockingIOError):
@@ -170,7 +170,7 @@ class Signals:
 
 
 class Control:
-    """Every rank calls `boundary` equally often, and `finish` once after the last. group: None if there is one rank."""
+    """Every rank calls `exchange` equally often, and `finish` once after the last. group: None if there is one rank."""
 
     def __init__(self, signals: Signals, group: Group):
         self.signals = signals
@@ -181,7 +181,7 @@ class Control:
         ] = []  # by rank, of the step that the last exchange told of; 0: of none
         self.group = group if group is not None and group.size() > 1 else None
 
-    def boundary(
+    def exchange(
         self,
         k: int,
         norm: float = -1.0,
@@ -214,7 +214,7 @@ class Control:
         return failed_before
 
     def finish(self) -> bool:
-        """Reads the exchange that the last boundary began; returns and raises as `boundary` does."""
+        """Reads the exchange that the last boundary began; returns and raises as `exchange` does."""
         if self.work is None:
             return False
         work = self.work

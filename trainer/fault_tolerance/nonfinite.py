@@ -44,7 +44,7 @@ class FiniteCheck:
         """Takes the numbers of step k, which `step` has just launched, and reads those of the step before it; with
         `wait`, or on a CPU, also those of step k. loss: fp32 scalar. Raises NonFinite."""
         self.flush()
-        numbers = torch.stack((loss, step.grad_norm, step.bad))
+        numbers = torch.stack((loss, step.grad_norm, step.skipped))
         event = None
         if self.late:
             numbers = numbers.to("cpu", non_blocking=True)
@@ -63,9 +63,9 @@ class FiniteCheck:
         self.pending = None
         if event is not None:
             event.synchronize()
-        self.loss, norm, bad = numbers.tolist()
+        self.loss, norm, skipped = numbers.tolist()
         self.norm = norm
-        if bad:
+        if skipped:
             return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
         if len(self.norms) >= SETTLED and 0 < self.config.norm_spike * mean < norm:

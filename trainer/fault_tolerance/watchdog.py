@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.lock import drop_all
+from trainer.checkpoint.lock import release_all
 from trainer.distributed.control import Signals
 from trainer.distributed.environment import has_launcher
 from trainer.terminal.output import tell
@@ -135,7 +135,7 @@ class Watchdog(AbstractContextManager):
             if now - before > 10 * POLL_S:
                 self.at = min(self.at + now - before, now)
             self.follow_launcher()
-            self.signals.look()
+            self.signals.note_pending()
             still = now - self.at
             got = self.signals.got
             self._arm(self.limit - still)
@@ -263,7 +263,7 @@ class Watchdog(AbstractContextManager):
             if line is not None:
                 tell(line, sys.stderr)
             # os._exit calls no exit handler, which would give the locks of directories back.
-            drop_all()
+            release_all()
             self.on_end(outcome)
             with suppress(OSError, ValueError):
                 sys.stdout.flush()

@@ -1,7 +1,7 @@
 """A trained model as a folder that from_pretrained() opens: --export of finetune.py, or of a checkpoint afterwards.
 
     python -m trainer.finetuning.export runs/a OUT --model DIR     # the newest good step of runs/a, as a new folder OUT
-    export(config, model, group, between)                          # of a run, all ranks; one file at a time on rank 0
+    export(config, model, group, check_for_stop)                   # of a run, all ranks; one file at a time on rank 0
 
 Names and dtypes are those of the files in --model, beside which its config, tokenizer and other small files are copied
 as they are; the tokens that end what was learned become stop tokens there. safetensors alone, an index if there are
@@ -29,7 +29,7 @@ from gloo import one_worker_thread
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
 from trainer.checkpoint.export import stopped
-from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.lock import acquire, release
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
@@ -62,20 +62,20 @@ def write_folder(
             raise CheckpointError(f"{out}: already exists; name a new folder")
         weights.tidy(out)
         os.mkdir(temporary)
-        take(temporary)
+        acquire(temporary)
         for name in small:
             target = os.path.join(temporary, name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copy(os.path.join(source, name), target)
         finish(temporary)
         files = weights.write(f"{temporary}/{file}", like, read, dict(format="pt"), shard_gb * 1e9)
-        drop(temporary)
+        release(temporary)
         os.rename(temporary, out)
         sync(os.path.dirname(os.path.abspath(out)))
     except OSError as error:
         raise CheckpointError(f"{out}: {error.strerror}; it was not written") from error
     finally:
-        drop(temporary)
+        release(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
     gib = sum(t.nbytes for t in like.values()) / 2**30
     return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"
@@ -160,12 +160,12 @@ def export(
     config: Config,
     model: HuggingFaceModel,
     group: dist.ProcessGroup | None,
-    between: Callable[[], Any] = lambda: None,
+    check_for_stop: Callable[[], Any] = lambda: None,
     ends: dict[str, int] | None = None,
 ) -> str:
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time; rank 0
-    holds those of one file. between: called before each on all ranks. ends: tokens that end what was learned, {text:
-    id}. Raises CheckpointError on all ranks."""
+    holds those of one file. check_for_stop: called before each on all ranks. ends: tokens that end what was learned,
+    {text: id}. Raises CheckpointError on all ranks."""
     ends = ends if ends and not config.keep_eos else {}
     inner = model.model
     alone = bool(config.lora and not config.merge)
@@ -177,7 +177,7 @@ def export(
 
     def gathered() -> Iterator[Tensor]:
         for name, t in state.items():
-            between()
+            check_for_stop()
             tensor = whole(t)
             yield (
                 merged(inner, name, tensor, lambda own: whole(adapters[own]))

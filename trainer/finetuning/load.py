@@ -28,7 +28,7 @@ from transformers import conversion_mapping, core_model_loading
 
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
-from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.lock import acquire, release
 from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.checkpoint.save import save_step
 from trainer.data import DataError
@@ -254,16 +254,16 @@ def _load_prepared(
 def _claim(folder: str) -> str | None:
     """Locks the folder, or returns why nothing is saved there. CheckpointError: it holds checkpoints of a run."""
     try:
-        take(folder)
+        acquire(folder)
     except Refused:
         return "another run is saving it"
     if there := [name for name in checkpoint.steps_in(folder) if name != STEP]:
-        drop(folder)
+        release(folder)
         raise CheckpointError(
             f"--prepared {folder}: holds {there[0]}, a checkpoint of a run; name another folder"
         )
     if os.path.exists(os.path.join(folder, STEP)):
-        drop(folder)
+        release(folder)
         return "another run has saved it"
 
 
@@ -286,5 +286,5 @@ def _save_prepared(
             state,
         )
     finally:
-        drop(folder)
+        release(folder)
     checkpoint.say(f"--prepared {folder}: saved; the next start loads it")

@@ -38,9 +38,9 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         # Without dropout and other noise, which a resumed run could not repeat.
         self.model = model.eval()
-        self.plain_head = False  # until `look`
+        self.plain_head = False  # until `probe`
         # Whether init_weights fills parameters; else buffers alone, which no file of weights holds.
-        self.drawn = True
+        self.random_init = True
         # Of adapters.attach: then they alone are trained, and in checkpoints.
         self.adapters: dict[str, Any] = {}
         # Names, as in `model`, of parameters that are trained and saved beside adapters; each of a tied one.
@@ -162,11 +162,13 @@ class HuggingFaceModel(nn.Module):
         not do so with sharded parameters."""
         # False: of memory that is no longer there; else nothing is filled.
         for module in self.model.modules():
-            module._is_hf_initialized = not self.drawn and next(module.buffers(), None) is None
+            module._is_hf_initialized = (
+                not self.random_init and next(module.buffers(), None) is None
+            )
         for buffer in self.model.buffers():
             buffer._is_hf_initialized = False
         for name, p in self.model.named_parameters():
-            p._is_hf_initialized = not self.drawn or is_adapter(name)
+            p._is_hf_initialized = not self.random_init or is_adapter(name)
         tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
@@ -176,7 +178,7 @@ class HuggingFaceModel(nn.Module):
             self.model.initialize_weights()
         for module, row in padded:
             module.padding_idx = row
-            if self.drawn:
+            if self.random_init:
                 _zero_row(module.weight, row)
         for module in self.model.modules() if self.adapters else ():
             if hasattr(module, "reset_lora_parameters"):
@@ -214,12 +216,12 @@ class HuggingFaceModel(nn.Module):
         return []
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
-        """`look`, unless weights are still to be loaded."""
-        if self.drawn:
-            self.look(device)
+        """`probe`, unless weights are still to be loaded."""
+        if self.random_init:
+            self.probe(device)
 
     @torch.compiler.set_stance("force_eager")
-    def look(self, device: torch.device) -> None:
+    def probe(self, device: torch.device) -> None:
         """Tries on a few tokens whether the model runs, and whether logits are hidden states times the head: some
         models scale or cap them. DataError: it does not run on sharded parameters, or a token sees later ones."""
         tokens = torch.arange(4, device=device)[None]
@@ -309,11 +311,11 @@ def _recomputed(block: nn.Module) -> MethodType:
     block another one: Dynamo would skip a partial of torch's."""
 
     @functools.wraps(type(block).forward)
-    def again(self, *args, **kwargs):
+    def recomputed_forward(self, *args, **kwargs):
         how = dict(use_reentrant=False, preserve_rng_state=False, context_fn=attention_saved)
         return checkpoint(type(self).forward, self, *args, **how, **kwargs)
 
-    return MethodType(again, block)
+    return MethodType(recomputed_forward, block)
 
 
 def blank_model(

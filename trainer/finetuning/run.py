@@ -81,7 +81,7 @@ def open_model(config: Config) -> tuple[HuggingFaceModel, int]:
     freeze_what_has_no_gradient(model, config.seqlen)
     if config.pad == "longest":
         check_short_rows(model, config.seqlen)
-    model.drawn = config.random
+    model.random_init = config.random
     if config.export is not None:
         files_of(model.model, config.model)  # raises now, not after training
     most = getattr(model.model.config, "max_position_embeddings", None)
@@ -182,7 +182,7 @@ def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
 def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torch.device) -> None:
     """Checks the model with the weights that it now has. Says what the reader should know of it and of the data."""
     if not config.random:  # else it has been done
-        model.look(device)
+        model.probe(device)
     if not model.plain_head and config.loss != "full":
         why = f"the logits of {type(model.model).__name__} are not its head's product alone"
         if config.loss == "chunked":

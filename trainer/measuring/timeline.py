@@ -372,7 +372,7 @@ def _observed(step: Step) -> Iterator[list[dict[int, int]]]:
 
     if not isinstance(step, OneGraph):
         _mark("fwd")
-    with step.watched(note):
+    with step.watch_phases(note):
         yield seen
 
 

@@ -286,7 +286,7 @@ def named_ranges(step, units: bool) -> Iterator[None]:
         backward.end()
         phase.begin(PHASES[name])
 
-    with step.watched(begin_phase), ExitStack() as stack:
+    with step.watch_phases(begin_phase), ExitStack() as stack:
         stack.callback(phase.end)
         stack.callback(backward.end)
         for name in simple_fsdp.units_of(step.model) if units else ():
