@@ -288,9 +288,13 @@ def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_
 
 @pytest.mark.parametrize("text, message", [
     (None, "No such file or directory"), ("", "no run wrote this"), ("[1]", "no run wrote this"),
-    ('{"depth": 1', "no run wrote this"), ('{"model": "m", "columns": []}', "has columns, model, which are no flags"),
+    ('{"depth": 1', "no run wrote this"), ('{"model": "m", "columns": []}', "has columns, model, which are no settings"),
     ('{"depth": "many"}', "--depth"), ('{"depth": -1}', "--depth -1"), ("[" * 99_999, "no run wrote this"),
-    ('{"config": "b.json"}', "has config, which are no flags"),
+    ('{"config": "b.json"}', "has config, which are no settings"),
+    ('{"save": "b", "results": "c"}', "has results, save, which are no settings"),
+    ('{"seed": [0, "--save", "b"]}', "has seed [0, '--save', 'b'], which no run wrote"),
+    ('{"data": "--save=b"}', "has data --save=b, which no run wrote"),
+    ('{"verbose": 1e30}', "has verbose 1e+30, which no run wrote"), ('{"verbose": "x"}', "has verbose x, which no run"),
 ])  # fmt: skip
 def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(text, message, tmp_path, capfd):
     path = tmp_path / "a.json"

@@ -522,11 +522,14 @@ def world_label(config: Config, world: int) -> int | str:
     return f"{config.world}(sim {config.link})" if config.world else world
 
 
+# Flags that only say where results go and how long to wait.
+NO_SETTINGS = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
+
+
 def setting(config: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "force", "save", "resume", "timeout", "timeout_first", "config"}
-    values = {name: value for name, value in config.flat().items() if name not in skip}
+    values = {name: value for name, value in config.flat().items() if name not in NO_SETTINGS}
     for name in ("data", "init", "profile", "model", "eval_data", "prepared", "export", "adapter", "template"):
         if isinstance(value := values.get(name), str):
             values[name] = without_user(value)
@@ -560,17 +563,21 @@ def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
     except (ValueError, AttributeError, TypeError, IndexError, RecursionError):
         raise ValueError(f"--config {path}: no run wrote this; name its .settings.json or a results file") from None
     names = {field.name for group in get_type_hints(kind).values() if is_dataclass(group) for field in fields(group)}
-    if others := sorted(settings.keys() - (names - {"config"})):
-        raise ValueError(f"--config {path}: has {', '.join(others[:5])}, which are no flags of this program; "
+    if others := sorted(settings.keys() - (names - NO_SETTINGS)):
+        raise ValueError(f"--config {path}: has {', '.join(others[:5])}, which are no settings of this program; "
                          "name the settings of one of its own runs")  # fmt: skip
     words = []
     for name, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        flags = [each for each in values if isinstance(each, str) and each.startswith("-")]
+        if flags or (name == "verbose" and value not in (None, *range(10))):  # a word that begins so would be a flag of its own
+            raise ValueError(f"--config {path}: has {name} {str(value)[:60]}, which no run wrote; correct it")
         if value is None or value == [] or (name == "verbose" and not value):
             continue  # as without the flag
         if name == "verbose" or isinstance(value, bool):
             words.append(as_given(name, value))
         else:
-            words += [command_line.flag(name), *map(str, value if isinstance(value, list) else [value])]
+            words += [command_line.flag(name), *map(str, values)]
     return words
 
 
