@@ -239,6 +239,17 @@ def test_a_saved_folder_that_names_files_outside_of_itself_is_refused(named, tmp
     refuse("state.json: expected files of its folder, found .*(secret|link|hostname)", check_files, str(folder))
 
 
+@pytest.mark.parametrize("text", [
+    "[" * 99_999, '{"_data_files": 1}', '{"_data_files": [{"filename": "a\\u0000b"}]}',
+    '{"_data_files": [{"filename": "circle.arrow"}]}',
+])  # fmt: skip
+def test_an_odd_state_of_a_saved_folder_is_refused_by_its_name(text, tmp_path):
+    folder = write(tmp_path / "a.saved", lines(2))
+    (folder / "circle.arrow").symlink_to(folder / "circle.arrow")
+    (folder / "state.json").write_text(text)
+    refuse("state.json: expected a file that datasets saved, found ", check_files, str(folder))
+
+
 # ------------------------------------------------------------------------------------------------- mixtures by weight
 
 

@@ -288,7 +288,8 @@ def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_
 
 @pytest.mark.parametrize("text, message", [
     (None, "No such file or directory"), ("", "no run wrote this"), ("[1]", "no run wrote this"),
-    ('{"depth": 1', "no run wrote this"), ('{"model": "m", "columns": []}', "has columns, model, which are no settings"),
+    ('{"depth": 1', "no run wrote this"),
+    ('{"model": "m", "columns": []}', "has columns, model, which are no settings"),
     ('{"depth": "many"}', "--depth"), ('{"depth": -1}', "--depth -1"), ("[" * 99_999, "no run wrote this"),
     ('{"config": "b.json"}', "has config, which are no settings"),
     ('{"save": "b", "results": "c"}', "has results, save, which are no settings"),

@@ -310,8 +310,12 @@ def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
         refused(2, f"--adapter theirs: adapter_config.json has {name} {value}"[:70], tune("--adapter", "theirs"))
         Path("theirs/adapter_config.json").write_text(before)
     refused(2, "--adapter nowhere: adapter_config.json: No such file", tune("--adapter", "nowhere"))
-    Path("theirs/adapter_config.json").write_text("[1]")
-    refused(2, "--adapter theirs: adapter_config.json is not a file of peft", tune("--adapter", "theirs"))
+    for text in "[1]", json.dumps(dict(r=float("inf"), peft_type="LORA", lora_alpha=1)):
+        Path("theirs/adapter_config.json").write_text(text)
+        refused(2, "--adapter theirs: adapter_config.json is not a file of peft", tune("--adapter", "theirs"))
+    Path("theirs/adapter_config.json").unlink()
+    os.mkfifo("theirs/adapter_config.json")
+    refused(2, "--adapter theirs: adapter_config.json: is a pipe or device", tune("--adapter", "theirs"))
 
 
 def test_what_cannot_be_adapted_is_named_and_what_can(tune, tmp_path):

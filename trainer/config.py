@@ -569,8 +569,9 @@ def settings_words(argv: Sequence[str], kind: type[Config]) -> list[str]:
     words = []
     for name, value in settings.items():
         values = value if isinstance(value, list) else [value]
-        flags = [each for each in values if isinstance(each, str) and each.startswith("-")]
-        if flags or (name == "verbose" and value not in (None, *range(10))):  # a word that begins so would be a flag of its own
+        # A word that begins as a flag does would be one.
+        odd = any(isinstance(each, str) and each.startswith("-") for each in values)
+        if odd or (name == "verbose" and value not in (None, *range(10))):
             raise ValueError(f"--config {path}: has {name} {str(value)[:60]}, which no run wrote; correct it")
         if value is None or value == [] or (name == "verbose" and not value):
             continue  # as without the flag

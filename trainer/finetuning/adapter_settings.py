@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.terminal.output import regular
+
 SETTINGS = "adapter_config.json"
 ALL_LINEAR, EXPERTS = "all-linear", "experts"  # of --lora-targets
 # Entries that say nothing of what adapters compute: who made them, of what, how they began, and what shapes tell.
@@ -26,7 +28,7 @@ def adapter_flags(folder: str) -> dict[str, Any]:
     """The flags with which adapters of a folder are trained on."""
     path = Path(folder, SETTINGS)
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(regular(path).read_bytes())
         odd = {name for name, value in settings.items() if value} - HARMLESS - READ
         if settings["peft_type"] != "LORA":
             odd.add("peft_type")
@@ -57,7 +59,14 @@ def adapter_flags(folder: str) -> dict[str, Any]:
         raise ValueError(
             f"--adapter {folder}: {SETTINGS}: {error.strerror}; name a folder that peft or --export wrote"
         ) from None
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        json.JSONDecodeError,
+    ) as error:
         raise ValueError(
             f"--adapter {folder}: {SETTINGS} is not a file of peft ({error}); name a folder that peft or --export wrote"
         ) from None

@@ -116,14 +116,16 @@ def _saved(folder: Path) -> list[Path]:
         files = [
             folder / file["filename"] for file in json.loads(state.read_bytes())["_data_files"]
         ]
-    except (ValueError, KeyError, TypeError) as error:
+        targets = [file.resolve() for file in files]
+    # The last of endless nesting, or of links in a circle.
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         found = one_line(error)
         raise unusable(
             str(state), "a file that datasets saved", found, "save the dataset again"
         ) from error
     homes = folder.resolve(), folder.resolve().parent.parent / "blobs"
-    for file in files:
-        if not any(file.resolve().is_relative_to(home) for home in homes):
+    for file, target in zip(files, targets, strict=True):
+        if not any(target.is_relative_to(home) for home in homes):
             found = f"{str(file)!r}, which is outside"
             raise unusable(
                 str(state), "files of its folder", found, "copy the file into the folder"
