@@ -47,7 +47,7 @@ export PYTHONUTF8="${PYTHONUTF8:-1}"    # torch 2.13 cannot be imported where te
 caller=$PWD
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")"
 
-die() { echo "launch.sh: $1" >&2; exit "${2:-1}"; }
+die() { echo "launch.sh: ${1//[[:cntrl:]]/?}" >&2; exit "${2:-1}"; }  # one line that controls no terminal
 
 case ${PYTHON:-} in /*) ;; */*) PYTHON=$caller/$PYTHON ;; esac
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)

@@ -527,6 +527,14 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
     fails(done, 3, "]52;c;eA==", "\\udcff")
     assert not {*done.err} & {*"\x1b\x07\x9b"}
 
+
+@pytest.mark.parametrize("words", [
+    ["--a\x1b[2J"], ["--\ra=1"], ["--mode", "\x1b[2J"], ["--depth", "\x9b2J"], ["\x1b[2J"],
+])  # fmt: skip
+def test_a_bad_command_line_controls_no_terminal(words, capfd):
+    done = outcome(capfd, lambda: flags.parse(words))
+    assert done.code == 2 and not {*done.err} & {*"\x1b\x9b\r"}, done.err
+
 CONTROLS = "\x1b]52;c;eA==\x07\x9b2J\u202e"  # writes into a clipboard, clears, turns the text that follows round
 
 

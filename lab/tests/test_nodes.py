@@ -34,12 +34,14 @@ def test_bad_flags_are_one_line_of_launch_sh_which_starts_nothing(argv, message)
 @pytest.mark.parametrize("name, value, expected", [
     ("MAX_RESTARTS", "often", "a whole number, 0 or more"), ("NPROC", "00", "a number of processes, at least 1"),
     ("NPROC", "9" * 20, "a number of processes, at least 1"), ("NODE_RANK", "-1", "a whole number, 0 or more"),
+    ("NODE_RANK", "a\nb\x1b[2J", "a whole number, 0 or more"),
     *(("MASTER_PORT", port, "a port from 1 to 65535") for port in ("0", "65536", "x")),
 ])  # fmt: skip
 def test_a_number_in_the_environment_that_is_none_is_one_line_of_launch_sh(name, value, expected):
     env = os.environ | {"PYTHON": sys.executable, "NO_INSTALL": "1", name: value}
     done = subprocess.run([ROOT / "launch.sh", "run"], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"launch.sh: {name}={value}: expected {expected}\n")
+    shown = value.replace("\n", "?").replace("\x1b", "?")
+    assert (done.returncode, done.stderr) == (2, f"launch.sh: {name}={shown}: expected {expected}\n")
 
 
 @pytest.mark.parametrize("given, missing", [({}, "NODE_RANK"), ({"NODE_RANK": "1"}, "MASTER_ADDR")])

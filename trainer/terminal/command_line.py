@@ -24,7 +24,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import DisallowNone, arg
 
-from trainer.terminal.output import answering, fail
+from trainer.terminal.output import answering, fail, put, shown
 
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}  # flags of torchrun and the like
 
@@ -109,9 +109,17 @@ def _read(kind: type, argv: Sequence[str], prog: str, description: str, **how: b
     if {"-h", "--help"} & {*argv}:
         for group in filter(is_dataclass, (kind, *get_type_hints(kind).values())):
             _join_help_texts(group)
-    return tyro.cli(
-        kind, args=argv, prog=prog, description=description, config=(DisallowNone,), **how
-    )
+    # Tyro repeats a bad word as it is: one with control characters is shown without them, though not in colour.
+    printed = io.StringIO()
+    odd = any(shown(word) != word for word in argv)
+    try:
+        with redirect_stderr(printed) if odd else nullcontext():
+            return tyro.cli(
+                kind, args=argv, prog=prog, description=description, config=(DisallowNone,), **how
+            )
+    finally:
+        if odd:
+            put(printed.getvalue(), stream=sys.stderr, end="")
 
 
 def _join_help_texts(group: type) -> None:
