@@ -11,8 +11,10 @@ forward and backward, so that the weights of two units exist at most; a reductio
 waited for one unit later. Where memory is at its peak, up to two collectives of a graph
 that are small beside it give way and overlap less.
 
-The options also order a backward so that it needs less memory, on a single rank too;
-see part 2, "Memory". No matrix product is computed twice. Needs Inductor (torch 2.11 to
+The options also order the graph of a backward (not one graph of a whole step) so that
+it needs less memory, on a single rank too; see part 2, "Memory". No matrix product is
+computed twice. All ranks must run units in the same order; they may compile for batches
+of different shapes, but not with an `ahead` below 1, which counts FLOPs. Needs Inductor (torch 2.11 to
 2.14).
 """
 
@@ -37,8 +39,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 # All private names of torch that this file uses are imported above or read here, before
-# compile_options(). Not documented: the keys "val" and "recompute" of a node's meta.
-# What simple_fsdp.py notes there: "unit", the path of the unit or "", and "bucket", a
+# compile_options(). Not documented: the keys "val", "recompute" and "ac_graph_id" of a
+# node's meta, the names "tangents.." of a backward's inputs, and that nodes compare by
+# their places in the graph. What simple_fsdp.py notes in the meta: "unit", the path of the unit or "", and "bucket", a
 # path and the shape of each parameter.
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -194,7 +197,6 @@ class Overlap(CustomGraphPass):
                 g.erase_node(wait)
         weight_gradients = weight_gradients_first(g)
         backward = self.gather_again(g) if self.whole_step else None
-        # Nodes compare by their places.
         gathers = sorted(gathers_of_parameters(g), key=first_use)
         if backward is not None:
             in_backward = [n for n in gathers if wait_of(n) > backward]
@@ -283,22 +285,23 @@ class Overlap(CustomGraphPass):
         return backward
 
     def start_early(
-        self, g: fx.Graph, gathers: list[fx.Node], before: fx.Node | None
+        self, g: fx.Graph, gathers: list[fx.Node], insert_at: fx.Node | None
     ) -> None:
-        """gathers: in the order of their uses. The first group starts at `before`,
-        another when the one before it (or `ahead` before it) has arrived, or `ahead` of
-        its wait. The caller sorts what cuts up a gather right behind its wait."""
+        """gathers: in the order of their uses. The first group starts at `insert_at`,
+        group i when group i - groups_in_flight has arrived or, with an `ahead` below 1,
+        that part of the FLOPs between there and its wait before the wait. The caller
+        sorts what cuts up a gather right behind its wait."""
         arrived = []
         start = None
         for i, group in enumerate(groups(gathers)):
             use = first_use(group[0])
             if i >= self.groups_in_flight:
-                before = arrived[i - self.groups_in_flight].next
+                insert_at = arrived[i - self.groups_in_flight].next
             elif i:
-                before = start.next
+                insert_at = start.next
             if i and self.ahead < 1:
-                before = part_of(before, use, 1 - self.ahead) or before
-            with g.inserting_before(before):
+                insert_at = part_of(insert_at, use, 1 - self.ahead) or insert_at
+            with g.inserting_before(insert_at):
                 # Copies: others may read what a gather is made of.
                 starts = [copied(g, old, {}) for old in group]
             for old, start in zip(group, starts, strict=True):
@@ -334,8 +337,8 @@ class Overlap(CustomGraphPass):
 
 def groups(starts: list[fx.Node]) -> list[list[fx.Node]]:
     """Collectives that start together and are waited for together: those of a unit; and
-    neighbours in no unit of which all but one are small, as a norm is beside the
-    head."""
+    neighbours in no unit of which all but one are small, as a norm is beside the head:
+    together at most a sixteenth of the largest."""
     result = []
     sizes = []
     before = None
@@ -653,19 +656,8 @@ def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             others.add(n)
     sort_behind(g, predecessors)
     for n in sorted(others):
-        chain = set()
-        at = None
-        todo = [n]
-        while todo:
-            m = todo.pop()
-            if m is not n and is_product(m):
-                at = m if at is None else max(at, m)
-            elif m not in chain and m.op == "call_function":
-                chain.add(m)
-                todo += m.all_input_nodes
-        for m in sorted(m for m in chain if at is not None and m > at):
-            at.append(m)
-            at = m
+        put_behind_products(n)
+    # Each of the others runs before the next product that goes on.
     waiting = []
     for n in g.nodes:
         if n in others:
@@ -674,6 +666,26 @@ def weight_gradients_first(g: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             predecessors.setdefault(n, []).extend(waiting)
             waiting = []
     return predecessors
+
+
+def put_behind_products(n: fx.Node) -> None:
+    """Moves a node, and what stands between, right behind the last product that it is
+    made from.
+
+    product -> other product -> sum of product
+    product -> sum of product -> other product"""
+    between = set()
+    last_product = None
+    todo = [n]
+    while todo:
+        m = todo.pop()
+        if m is not n and is_product(m):
+            last_product = m if last_product is None else max(last_product, m)
+        elif m not in between and m.op == "call_function":
+            between.add(m)
+            todo += m.all_input_nodes
+    if last_product is not None:
+        put_behind(last_product, sorted(m for m in between if m > last_product))
 
 
 def sort_behind(g: fx.Graph, predecessors: dict[fx.Node, list[fx.Node]]) -> None:
@@ -856,9 +868,11 @@ def is_view(n: fx.Node) -> bool:
 def give_way_at_peak(g: fx.Graph) -> None:
     """The largest gather or reduce-scatter that is under way where memory is at its
     peak starts later, or is waited for earlier, until it adds nothing to the peak that
-    would be there without it. It stays where it is if nothing would be left to hide it,
-    or if it is more than a twelfth of the peak: with so few tokens for each weight,
-    time is the collectives', and overlap matters more."""
+    would be there without it. No gather moves behind another start: a rank that
+    compiles for other shapes has its peak elsewhere, and must start in the same order.
+    A collective stays where it is if nothing would be left to hide it, or if it is more
+    than a twelfth of the peak: with so few tokens for each weight, time is the
+    collectives', and overlap matters more."""
     nodes, levels, spans = memory_of(g)
     place = {n: i for i, n in enumerate(nodes)}
     peak = levels.index(max(levels))
@@ -886,7 +900,9 @@ def give_way_at_peak(g: fx.Graph) -> None:
         at = last
         while at > first + 1 and without[at - 1] <= room:
             at -= 1
-        if at > peak and any(map(is_product, nodes[at:last])):
+        # Behind another start, ranks with other shapes would start in another order.
+        passed = any(map(is_ours, nodes[first + 1 : at]))
+        if not passed and at > peak and any(map(is_product, nodes[at:last])):
             for n in sorted(ancestors(start)):
                 is_its_own = n is start or len(n.users) == 1
                 if n.op == "call_function" and is_its_own:

@@ -11,8 +11,8 @@
     options = compile_options(model)
     model = torch.compile(model, fullgraph=True, options=options)
 
-While the model runs, reading `module.weight` gives the whole parameter; elsewhere it
-gives the sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and
+While the model runs, forward or backward, reading `module.weight` gives the whole
+parameter; elsewhere it gives the sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and
 **averaged** over the ranks (torchtitan's sums now): a loss that is normalised by a
 token count must be divided by the mean count per rank. Inputs are not cast. Not for
 tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14, Python 3.11 or later.
@@ -25,7 +25,8 @@ its own parameters.
 
 Three parts. The core is all that compiled code needs. Eager mode gathers units while
 Python runs, each while the one before computes, and again in backward. Strictness
-refuses what would be silently wrong, and draws initial values as one process would.
+refuses most of what would be silently wrong (data_parallel() says what it cannot see),
+and draws initial values as one process would.
 """
 
 import functools
@@ -75,7 +76,8 @@ _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _current_backward_id = torch._C._current_graph_task_id  # -1: no backward on this thread
-# What Dynamo does with a new frame. None: no compiled code runs on this thread.
+# What Dynamo does with a new frame. None: no compiled code runs on this thread. False:
+# only code that is compiled already is used.
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # None: outside of torch.func's vmap, jvp and grad.
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -143,7 +145,7 @@ class GatherPolicy(NamedTuple):
     reshard_after_forward: bool
 
 
-# A collective that has started: `next` starts it, the end waits for it.
+# A collective: `next` starts it, the end waits for it and returns what it made.
 PendingCollective = Generator[None, None, list[Tensor]]
 _enabled = True  # False inside disable_data_parallel()
 # By id: the modules given to data_parallel(), and copies of wrapped ones.
@@ -243,9 +245,9 @@ def _collective(call, *args) -> Tensor:
         return call(*args)
 
 
-# The next three are generators, which stop once where their last collective is on its
-# way, so that eager mode can compute before it waits. One that is dropped there waits,
-# too. On one rank _reduce does not stop.
+# The next three are generators, which stop once where their last collective (if there
+# is one) is on its way, so that eager mode can compute before it waits. One that is
+# dropped there waits, too. On one rank _reduce does not stop.
 
 
 def _all_gather(params: list[DTensor], dtype: torch.dtype) -> PendingCollective:
@@ -303,8 +305,8 @@ def _reduce(
     with _annotated(node_meta):
         shards = [grad.to(dtype) for grad in grads]
         if params[0].device_mesh.size() > 1:
-            # Graphs get views, and copy where the optimizer reads. In eager mode a view
-            # would hold the gradients of the whole unit.
+            # Graphs get views: Inductor fuses the copy into whatever reads them. In
+            # eager mode a view would hold the gradients of the whole unit.
             cut = torch.split_with_sizes if node_meta else torch.split_with_sizes_copy
             shards = yield from _average(shards, params[0], cut)
         shards = [
@@ -351,7 +353,8 @@ def _map_non_none(function, grads, params) -> list:
 class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in
     `dtype`, by one all-gather. node_meta: for the nodes that a graph gets in backward
-    (compiled code), or None. pending: the gather, if it has started."""
+    (compiled code), or None. pending: the gather, if it exists already. Subclasses
+    share backward, which gives three Nones for the arguments before `params`."""
 
     @staticmethod
     def forward(ctx, node_meta, dtypes, pending, *params: DTensor):
@@ -401,7 +404,8 @@ class _Reduce(torch.autograd.Function):
 # Dynamo does not look into these operations, AOTAutograd does: what stands in its graph
 # are the collectives. A unit's forward begins with `gather_unit`, which gathers its
 # parameters. Each `gather` that follows, where a module reads one of them, finds it on
-# the parameter, which is an object of this trace alone: Dynamo sees no side effect.
+# `p`. That is the DTensor which AOTAutograd has made for this trace, never the module's
+# parameter: what is left on it dies with the trace, and Dynamo sees no side effect.
 
 _library = torch.library.Library("simple_fsdp", "FRAGMENT")
 _operations = torch.ops.simple_fsdp
@@ -755,7 +759,9 @@ def _wrapped_class(
     cls: type, names: tuple[tuple, ...], role: str, is_root: bool
 ) -> type:
     """The subclass of `cls` that gathers the parameters `names` when they are read.
-    role: "unit", "part" of one, or "alone". There is one class for each set of
+    role: "unit", "part" of one, or "alone", which is in no unit and gathers only the
+    parameters that it holds itself (the root, a container, a last norm). There is one
+    class for each set of
     arguments, with all else on the instance, so that equal blocks share one compiled
     frame. Beside each name is the shape: of a DTensor Dynamo guards the shard's alone,
     which 5 and 6 rows on two ranks have in common. Registries, such as those of Hugging
@@ -821,10 +827,18 @@ def _wrapped_class(
     def reduce_ex(self, protocol):
         return _new, (cls, names, role, is_root), self.__getstate__()
 
+    # A copied parameter has lost its hooks.
+    def setstate(self, state):
+        super(wrapped, self).__setstate__(state)
+        for p in self._parameters.values():
+            if isinstance(p, DTensor):
+                _separate_gradients_of(p)
+
     attributes = dict(
         forward=forward,
         get_parameter=get_parameter,
         __reduce_ex__=reduce_ex,
+        __setstate__=setstate,
         __module__=cls.__module__,
         __qualname__=cls.__qualname__,
         _data_parallel_class=cls,
@@ -923,6 +937,10 @@ def data_parallel(
     gradient on all ranks (zeros where an expert got no token). Otherwise they hang or,
     without an error, average gradients of different parameters.
 
+    Not seen, and lost on more than one rank: a parameter that forward changes in place
+    in compiled code (eager mode raises) or through `.data`, and one that a backward
+    hook changes. A view of a weight that is kept for a later forward keeps old values.
+
     Buffers are not changed, and inputs are not cast. Raises ValueError, before anything
     is changed, for a wrong argument or a parameter that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
@@ -1011,6 +1029,16 @@ def _separate(p: DTensor) -> None:
         p.grad = p.grad.clone(memory_format=torch.contiguous_format)
 
 
+def _separate_gradients_of(p: DTensor) -> None:
+    """Of a frozen parameter, too: it may be unfrozen later."""
+    hooks = p._post_accumulate_grad_hooks or {}
+    if (p.is_floating_point() or p.is_complex()) and _separate not in hooks.values():
+        requires_grad = p.requires_grad
+        p.requires_grad_(True)  # torch takes no hook of another
+        p.register_post_accumulate_grad_hook(_separate)
+        p.requires_grad_(requires_grad)
+
+
 def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -> None:
     """Puts a DTensor in the place of each parameter that a module itself holds."""
     for name, p in module._parameters.items():
@@ -1022,8 +1050,7 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             placements = [Replicate()] * (mesh.ndim - 1) + [last]
             shard = distribute_tensor(p.detach(), mesh, placements)
             _shards[p] = nn.Parameter(shard, p.requires_grad)
-            if p.requires_grad:
-                _shards[p].register_post_accumulate_grad_hook(_separate)
+            _separate_gradients_of(_shards[p])
             # Attributes that others have set on it.
             _shards[p].__dict__.update(p.__dict__)
             if p.requires_grad and not is_fake(p):
@@ -1104,11 +1131,12 @@ def describe(model: nn.Module) -> list[ParameterRow]:
 # The whole tensors lie in a memo until the unit's forward ends. What a layer saves for
 # backward, hooks replace by a _SavedView: the first that is unpacked has its _Bucket
 # gather the unit again, and begin the one before it. The bucket hangs on the storage of
-# the whole tensor, where every view of it finds it and with which it is freed. A
-# checkpoint, which repeats a part of forward inside of backward, finds the bucket by
-# the parameter. In compiled code there is none of this: there `gather_unit` puts one
-# all-gather and its wait into the graph, the partitioner repeats them in backward, and
-# overlap.py moves them.
+# the whole tensor, where every view of it finds it; the saved views, the two nodes and
+# the bucket of the next unit keep it when that storage is freed. A checkpoint, which
+# repeats a part of forward inside of backward, finds the bucket by the parameter. A
+# unit that is compiled by itself runs in the same way. Where a whole model is compiled
+# there is none of this: `gather_unit` puts one all-gather and its wait into the graph,
+# the partitioner repeats them in backward, and overlap.py moves them.
 #
 # Streams. On CUDA a functional collective runs on the stream of its process group.
 # ProcessGroupNCCL makes that stream wait for the current one, and wait_tensor makes the
@@ -1131,7 +1159,7 @@ _thread = _Thread()
 _swapping = threading.RLock()  # for the time that a unit's modules hold whole tensors
 # By _ParameterState: the last to gather it, while backward may ask.
 _buckets = weakref.WeakValueDictionary()
-# By module: which modules its last forward gathered, in turn.
+# By module and purpose of _gathering: which modules the last one gathered, in turn.
 _last_gather_orders = weakref.WeakKeyDictionary()
 _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parameter
 _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset")
@@ -1139,7 +1167,8 @@ _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset"
 
 def _may_overlap(mesh: DeviceMesh) -> bool:
     """Whether its collectives may run beside each other. Torch's gloo gives groups two
-    worker threads, of which ranks die then: gloo.py."""
+    worker threads, of which ranks die then (gloo.py of this project makes groups with
+    one)."""
     device = torch.device(mesh.device_type)
     threads = [
         getattr(getattr(group._get_backend(device), "options", None), "_threads", 1)
@@ -1164,8 +1193,10 @@ def _outside_user_modes(grad: bool) -> Iterator[None]:
 
 
 class _Bucket:
-    """Parameters that are gathered at once; and again in backward, until it has had
-    each."""
+    """Parameters that are gathered at once; and again in backward. There it is idle;
+    then `pending`, from begin() on; then `wholes` are there, from the first read on;
+    and idle again once all reads were counted or _End's backward has passed. Another
+    backward through the same graph starts over."""
 
     # The bucket that forward gathered just before this one. A strong reference: else
     # each rank's garbage collector would decide whether its backward begins it ahead.
@@ -1179,10 +1210,11 @@ class _Bucket:
         # view that is saved, and _read_whole, for each read under a checkpoint's hooks.
         self.reads_expected = 0
         self.wholes = {}  # by parameter, once they were gathered again
-        # How often it still will: `whole` counts down, and frees at 0. Below 0 nobody
-        # has counted: then _End frees, when backward has passed the unit.
+        # How many of those reads are left: `whole` counts down, and frees at 0. A
+        # checkpoint may stop before its last read: then _End frees.
         self.reads_remaining = 0
-        self.is_used = False  # backward has had all reads: not to be begun again
+        self.has_finished = False  # backward has had all reads: not to be begun again
+        self.states = ()  # the _ParameterState of each parameter
         self.pending = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
@@ -1199,28 +1231,29 @@ class _Bucket:
             with _outside_user_modes(grad=False):
                 if self.pending is None:
                     self.begin()
-                self.wholes = dict(
-                    zip(self.params, _run_to_end(self.pending), strict=True)
-                )
-                self.pending = None
+                # If it fails, as without memory, the next read gathers anew.
+                pending, self.pending = self.pending, None
+                self.wholes = dict(zip(self.params, _run_to_end(pending), strict=True))
                 self.reads_remaining = self.reads_expected
-                self.is_used = False
+                self.has_finished = False
                 self.begin_next()
         whole = self.wholes[p]
         self.reads_remaining -= 1
         if self.reads_remaining == 0:
-            self.is_used = True
+            self.has_finished = True
             self.free()
         return whole
 
     def begin_next(self) -> None:
-        """Begins to gather what backward needs next, as much as it has here."""
-        size = _gathered_elements([self])
+        """Begins to gather what backward needs next: as many elements as it has
+        here."""
+        budget = _gathered_elements([self])
         bucket = self.previous
-        while size > 0 and bucket is not None:
-            # A unit that holds another was gathered for what came behind that.
-            if bucket.reads_expected > 0 and not bucket.is_used:
-                size -= _gathered_elements([bucket])
+        while budget > 0 and bucket is not None:
+            # A unit that holds another is gathered first, and read last, behind that
+            # one: in backward it may be whole already, or have had all its reads.
+            if bucket.reads_expected > 0 and not bucket.has_finished:
+                budget -= _gathered_elements([bucket])
                 if bucket.pending is None and not bucket.wholes:
                     bucket.begin()
             bucket = bucket.previous
@@ -1278,6 +1311,10 @@ class _End(_Gather):
     @_outside_dynamo
     def backward(ctx, *grads):
         ctx.bucket.free()  # backward has had each
+        # A checkpoint of any forward reads from the last one's: see _read_whole.
+        last_bucket = _buckets.get(ctx.bucket.states[0])
+        if last_bucket is not None:
+            last_bucket.free()
         ctx.bucket.reduction = None  # of a backward that failed
         if torch.is_grad_enabled() or not ctx.bucket.may_overlap:
             # _Gather.forward has three arguments before the parameters, _End two.
@@ -1298,7 +1335,7 @@ class _Attach(_Gather):
     them."""
 
     @staticmethod
-    def forward(ctx, whole: Tensor, dtypes, _, p: DTensor):
+    def forward(ctx, whole: Tensor, dtypes, unused, p: DTensor):
         ctx.node_meta = None
         _, ctx.reduce_dtype = dtypes
         ctx.params = (p,)
@@ -1364,6 +1401,14 @@ def unsharded(module: nn.Module | None = None):
     if torch.compiler.is_compiling():
         yield
         return
+    with _gathering(module, "unsharded"):
+        yield
+
+
+@contextmanager
+def _gathering(module: nn.Module | None, purpose: str):
+    """unsharded(). purpose: in the next of the same module and purpose, modules are
+    expected to be gathered in the same order."""
     # Saved tensors go through hooks. Not where there are hooks already: on top of an
     # activation checkpoint's, ours would switch it off, and it keeps no weight anyway.
     # Nor where torch.func forbids them.
@@ -1376,7 +1421,7 @@ def unsharded(module: nn.Module | None = None):
     with hooks:
         _thread.memo = memo
         _thread.module = module
-        _thread.schedule = _thread.schedule or _GatherSchedule(module, memo)
+        _thread.schedule = _thread.schedule or _GatherSchedule(module, memo, purpose)
         try:
             yield
         finally:
@@ -1410,7 +1455,7 @@ class _GatherSchedule:
     group's timeout, or end in an error where sizes differ."""
 
     @_outside_dynamo
-    def __init__(self, module: nn.Module | None, memo: dict):
+    def __init__(self, module: nn.Module | None, memo: dict, purpose: str = ""):
         self.memo = memo  # of the outermost forward
         self.last_order = []
         self.order = []
@@ -1420,30 +1465,32 @@ class _GatherSchedule:
             # A module that was taken out of the model is None, also on a rank where it
             # still exists.
             inside = {id(child) for child in module.modules()}
-            last = [child() for child in _last_gather_orders.get(module, ())]
+            orders = _last_gather_orders.setdefault(module, {})
+            last = [child() for child in orders.get(purpose, ())]
             self.last_order = [child if id(child) in inside else None for child in last]
-            _last_gather_orders[module] = self.order
+            orders[purpose] = self.order
 
     def gather(
         self, memo: dict, state: _ParameterState, owner: nn.Module, module: nn.Module
     ) -> None:
         """Gathers a parameter of `module` into the memo, with all that `owner`, its
-        unit or itself, gathers. Starts to gather what comes next, as much."""
-        size = self.finish(memo, self.in_flight.pop(owner, ()))
+        unit or itself, gathers. Starts to gather what comes next, until as many
+        elements are on their way as this gives."""
+        budget = self.finish(memo, self.in_flight.pop(owner, ()))
         if state not in memo:
             modules = [*_modules_gathered_by(owner), module]
-            size += self.finish(memo, self.start(memo, modules))
+            budget += self.finish(memo, self.start(memo, modules))
         self.order.append(weakref.ref(owner))
         done = len(self.order)
         # This forward goes another way than the last (a None is a module that is gone).
         if self.last_order[done - 1 : done] not in ([owner], [None]):
             self.last_order = []
         followers = islice(self.last_order, done, None)
-        while size > 0 and (follower := next(followers, None)) is not None:
+        while budget > 0 and (follower := next(followers, None)) is not None:
             if follower not in self.in_flight:
                 modules = _modules_gathered_by(follower)
                 self.in_flight[follower] = self.start(memo, modules)
-            size -= _gathered_elements(
+            budget -= _gathered_elements(
                 bucket for bucket, *_ in self.in_flight[follower]
             )
 
@@ -1477,6 +1524,7 @@ class _GatherSchedule:
         elements."""
         for bucket, token, states_and_names in in_flight:
             bucket.previous = self.last_bucket
+            bucket.states = [state for state, _ in states_and_names]
             self.last_bucket = bucket
             with _outside_user_modes(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
@@ -1486,8 +1534,9 @@ class _GatherSchedule:
                 memo[state] = _Whole(whole, whole._version, name, bucket)
                 _buckets[state] = bucket
                 storage = whole.untyped_storage()
-                # On one rank, without a cast, it is the shard's own memory. What a
-                # reentrant checkpoint gathers again, backward reads at once.
+                # Without a collective and a cast (one rank, a replica) it is the
+                # shard's own memory. What a reentrant checkpoint gathers again,
+                # backward reads at once.
                 reshard = state.policy.reshard_after_forward
                 is_copy = storage._cdata != _address(p)
                 if reshard and is_copy and _current_backward_id() == -1:
@@ -1499,7 +1548,8 @@ class _GatherSchedule:
 def _read(module: nn.Module, p: DTensor) -> Tensor:
     """The gathered parameter inside of a forward, of backward, of recomputation and of
     compiled code; elsewhere the parameter itself."""
-    if _thread.memo is None and _current_backward_id() == -1 and not _dynamo_callback():
+    is_compiled_code = _dynamo_callback() is not None
+    if _thread.memo is None and _current_backward_id() == -1 and not is_compiled_code:
         return p
     return _read_whole(module, p)
 
@@ -1508,9 +1558,11 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
 def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
     memo = _thread.memo
     state = _state_of(p, module._gather_policy)
-    # A checkpoint repeats a part of the forward, and has what the bucket gathers again.
-    # A bucket that expects no reads is of a forward without gradients: a reentrant
-    # checkpoint's, which repeats all of it and gathers anew, into the memo.
+    # In backward three kinds of code read here. A checkpoint that is not reentrant
+    # repeats a part of the forward, and has what the bucket gathers again. A reentrant
+    # one ran its forward without gradients, so that the bucket expects no reads, and
+    # gathers anew, into a memo of its own. An autograd.Function of the user's computes
+    # with a weight, and may want its gradient: _Attach.
     bucket = _buckets.get(state) if _current_backward_id() != -1 else None
     if bucket and bucket.reads_expected > 0 and state not in (memo or ()):
         return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
@@ -1519,7 +1571,8 @@ def _read_whole(module: nn.Module, p: DTensor) -> Tensor:
     schedule = _thread.schedule or _GatherSchedule(None, memo)
     owner = _thread.module if _is_unit(type(_thread.module)) else module
     if _is_unit(type(owner)) and owner._data_parallel_group:
-        # Whole for all units of the group: the forward of one ends before the next.
+        # Whole for all units of the group: the forward of one ends before the next, and
+        # with it its memo, but not the outermost.
         owner = owner._data_parallel_group[0]
         memo = schedule.memo
     if state not in memo:
@@ -1557,7 +1610,7 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
     reduced behind it, as in eager mode; equal units then share their code."""
     if not _enabled or torch.compiler.is_compiling():
         return call(*args, **kwargs)
-    with unsharded(module), _swapping:
+    with _gathering(module, "forward"), _swapping:
         members = [
             (m, m._parameters)
             for m in _modules_gathered_by(module)
@@ -1584,11 +1637,14 @@ def _run(module: nn.Module, call, args: tuple, kwargs: dict):
     if type(module)._data_parallel_root:
         _strict.check_root(id(module))
     try:
-        with unsharded(module):
+        with _gathering(module, "forward"):
             return call(*args, **kwargs)
     except RuntimeError as e:
+        policy = module.__dict__.get("_gather_policy")
+        casts = policy is not None and policy.param_dtype is not None
         for pattern, cure in CURES.items():
-            if re.search(pattern, str(e)) and cure not in getattr(e, "__notes__", ()):
+            is_about = re.search(pattern, str(e)) and (casts or "dtype" not in pattern)
+            if is_about and cure not in getattr(e, "__notes__", ()):
                 e.add_note(cure)
         raise
 

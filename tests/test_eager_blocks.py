@@ -74,10 +74,12 @@ class Twins(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("how", ["as it is", "frozen while it was wrapped", "copied"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", [Sum, Twins])
-def test_compiled_gradients_have_memory_of_their_own(kind, ranks, fake):
-    model = data_parallel(kind(), fake(ranks))
+def test_compiled_gradients_have_memory_of_their_own(kind, ranks, how, fake):
+    model = data_parallel(kind().requires_grad_("frozen" not in how), fake(ranks)).requires_grad_(True)
+    model = copy.deepcopy(model) if how == "copied" else model
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     run().backward()
     once = [p.grad.to_local().clone() for p in model.parameters()]
@@ -613,6 +615,54 @@ def test_a_backward_that_failed_leaves_no_gradient_to_the_next():
         assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(good, again, strict=True))
     finally:
         sim.stop()
+
+
+def test_a_gather_that_failed_in_backward_is_made_again(fake, monkeypatch):
+    model = data_parallel(Blocks(3), fake(2))
+    loss = model(torch.randn(2, 4, 8))
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(simple_fsdp, "_unpad", mock.Mock(side_effect=torch.OutOfMemoryError()))
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Shifted(nn.Module):
+    """Its last parameter is read behind the last tensor that is saved: a checkpoint's repetition ends before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.shift = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return self.up(x).relu() + self.shift
+
+
+def test_two_forwards_with_checkpoints_and_one_backward_keep_one_unit_whole(fake):
+    model, whole = data_parallel(nn.ModuleList([Shifted() for _ in range(5)]), fake(2)), []
+
+    def run(x):
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def count(*_):
+        whole.append(sum(bool(bucket.wholes) for bucket in {*simple_fsdp._buckets.values()}))
+
+    for block in model:
+        block.register_full_backward_hook(count)
+    a, b = (torch.randn(2, 8, requires_grad=True) for _ in range(2))
+    (run(a) - run(b)).square().mean().backward()
+    assert len(whole) == 10 and max(whole) <= 1
+
+
+def test_reading_in_unsharded_leaves_what_the_next_forward_gathers_early(fake):
+    model = data_parallel(Headed(), fake(4))
+    turns(model)
+    expected = turns(model)
+    with simple_fsdp.unsharded(model):
+        model.head.weight.square().sum()
+    assert turns(model) == expected
 
 
 def test_tokens_of_autograd_lie_where_the_parameters_do(fake):

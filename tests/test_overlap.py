@@ -270,6 +270,20 @@ def test_a_norm_starts_and_is_waited_for_with_the_head_beside_it(mesh_of):
     assert head.start + head.gap == norm.start + norm.gap == block.start
 
 
+@pytest.mark.parametrize("remat", ["none", "both"])
+def test_ranks_with_batches_of_other_shapes_start_their_collectives_in_the_same_order(mesh_of, remat):
+    """Each rank compiles for its own shapes, and the peak, off which a collective is moved, lies elsewhere."""
+    mesh = mesh_of(8)
+    orders = []
+    for rows in (8, 2048):
+        torch._dynamo.reset()
+        model, tokens = build(mesh, depth=4, remat=remat), torch.zeros(B, rows, dtype=torch.long)
+        model.prepare(rows, "cpu")
+        graphs = capture(lambda x, model=model: model(x).float().sum(), (tokens,), compile_options(model))
+        orders.append({name: [(c.kind, c.bucket) for c in collectives(gm)] for name, gm in graphs.items()})
+    assert all(order == orders[0] for order in orders)
+
+
 def test_neighbours_in_no_unit_that_are_alike_are_gathered_one_ahead(mesh_of):
     model = data_parallel(nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(4)), mesh_of(8))
     x = torch.zeros(B, T, D, requires_grad=True)

@@ -162,8 +162,8 @@ class Tape:
 
     def give_way(self, ratio: float) -> None:
         """overlap.py's give_way_at_peak: the largest gather or reduce-scatter under way at the peak of a graph, if it
-        is no more than a twelfth of it, starts later or is waited for sooner. Two of a graph. ratio: bytes of a stored
-        parameter over those that are sent; until then it counts as an input of the graph."""
+        is no more than a twelfth of it, starts later (behind no other start) or is waited for sooner. Two of a graph.
+        ratio: bytes of a stored parameter over those that are sent; until then it counts as an input of the graph."""
         for graph in 2 * [*range(self.number + 1)]:
             self._give_way(graph, ratio)
 
@@ -208,7 +208,8 @@ class Tape:
             # Inductor's kernels stand where the first of what they fuse does, before the gather.
             while at > peak and not self.ops[at - 1].work:
                 at -= 1
-            if at > peak and any(map(self.flops, self.ops[at:wait])):
+            passed = any(w[0] == "start" for op in self.ops[start + 1 : at] for w in op.work)
+            if not passed and at > peak and any(map(self.flops, self.ops[at:wait])):
                 self._start_at(start, at)
         else:
             at = start
