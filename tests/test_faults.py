@@ -452,12 +452,42 @@ def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command(
     assert len(end.line) < 1000
 
 
+def compiled_run(folder, mode="blocks"):
+    """A run in a process of its own with a compile cache in `folder`: its exit codes, what it said, its losses."""
+    number = len(list(folder.glob("*.log")))
+    results = folder / f"{number}.jsonl"
+    argv = *TINY, "--compile", mode, "--log-every", 1, "--results", results
+    cache = str(folder / "cache")
+    codes = Job(1, [*map(str, argv)], folder / f"{number}.log", TORCHINDUCTOR_CACHE_DIR=cache).wait(300)
+    return codes, (folder / f"{number}.log").read_text(), [step["loss"] for step in read(results)[1]]
+
+
+@pytest.mark.slow
+def test_a_damaged_compile_cache_costs_a_compilation_or_is_named_and_trains_on_nothing_else(tmp_path):
+    """As a full disk or a power cut leaves it. Libraries of machine code: the test below."""
+    codes, said, expected = compiled_run(tmp_path, "fwdbwd")
+    assert codes == [0] and len(expected) == 6, said
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix not in (".so", ".lock")]
+    entries = [path for path in files if not path.suffix]
+    whole = {path: path.read_bytes() for path in files}
+    assert entries and len(entries) < len(files)
+    for damaged in entries, [path for path in files if path.suffix]:
+        for damage in (lambda old: old[: len(old) // 2], lambda old: b"", lambda old: b"\x93" * len(old)):
+            for path, old in whole.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(damage(old) if path in damaged else old)
+            codes, said, losses = compiled_run(tmp_path, "fwdbwd")
+            told = re.findall("if a compilation was killed before, delete (.*) and start again", said)
+            assert (codes, losses) == ([0], expected) or (codes, told) == ([1], [str(tmp_path / "cache")]), said
+    shutil.rmtree(tmp_path / "cache")  # what the error says
+    codes, said, losses = compiled_run(tmp_path, "fwdbwd")
+    assert (codes, losses) == ([0], expected), said
+
+
 @pytest.mark.slow
 def test_a_run_after_a_compiler_was_killed_says_what_to_delete_and_the_next_one_trains(tmp_path):
     def run():
-        log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}.log"
-        argv = *TINY, "--compile", "blocks", "--results", tmp_path / "rows.jsonl"
-        return Job(1, argv, log, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")).wait(300), log.read_text()
+        return compiled_run(tmp_path)[:2]
 
     assert run()[0] == [0]
     libraries = sorted((tmp_path / "cache").glob("*/*.so"))

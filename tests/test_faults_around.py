@@ -101,6 +101,18 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     assert "is built again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["*.arrow", "dataset_info.json", "seal"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_device_in_a_cache_is_not_read_for_ever(kind, name, tmp_path, tokenizer, capsys):
+    cache = tmp_path / "cache"
+    right = tokens(tmp_path, tokenizer("qwen2.5"), cache=str(cache))
+    [path] = cache.rglob(name)
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert tokens(tmp_path, tokenizer("qwen2.5"), cache=str(cache)) == right
+    assert "is built again" in capsys.readouterr().out
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 0.5])
 @pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from harness import free_port
-from running import ROOT, TINY, TORCHRUN, fails, ran, read
+from running import ROOT, TINY, TORCHRUN, fails, ran, read, rows_of
+from saved import steps_in
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.distributed import torchrun
@@ -305,15 +306,48 @@ def ranks_of(run):
     return [pid for pid, parent, session in table() if parent == run.pid and session == pid]
 
 
+def restarted(folder, *program):
+    """A run of six steps on two ranks, which torchrun starts again once; a save after every second step."""
+    command = [sys.executable, "-m", *OURS, "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-port", str(free_port()), *program, ROOT / "main.py"]
+    flags = [*TINY, "--save", folder / "run", "--save-every", "2", "--log-every", "1"]
+    return ran(*command, *flags, "--results", folder / "rows.jsonl", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+
+
 @pytest.mark.slow
 def test_a_restart_by_torchrun_in_the_first_save_starts_again_and_removes_the_remains(tmp_path):
-    command = [sys.executable, "-m", *OURS, "--nproc-per-node", "2", "--max-restarts", "1"]
-    planted = [str(ROOT / "tests/planted.py"), "1:2:write:kill", str(ROOT / "main.py")]
-    command += ["--master-port", str(free_port()), *planted]
-    flags = [*TINY, "--save", tmp_path / "run", "--save-every", "2", "--log-every", "1"]
-    done = ran(*command, *flags, "--results", tmp_path / "rows.jsonl", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    done = restarted(tmp_path, ROOT / "tests/planted.py", "1:2:write:kill")
     assert done.code == 0, done.err
     assert "resuming after step" not in done.out
     assert done.out.count("starting fresh") == 2
     assert "removed tmp-step-00000002-" in done.out
-    assert [step for step in range(2, 8, 2) if (tmp_path / f"run/step-{step:08d}").is_dir()] == [2, 4, 6]
+    assert steps_in(tmp_path / "run") == [2, 4, 6]
+
+
+KILLED_WHILE_LOADING = """
+import os, runpy, signal, sys
+from trainer.checkpoint import load
+
+reader = load.reader
+
+def dies(checkpoint):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reader(checkpoint)
+
+load.reader = dies
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_while_a_checkpoint_is_loaded_loads_it_again(tmp_path):
+    assert restarted(tmp_path).code == 0
+    shutil.rmtree(tmp_path / "run/step-00000006")
+    (tmp_path / "dies.py").write_text(KILLED_WHILE_LOADING)
+    done = restarted(tmp_path, tmp_path / "dies.py")
+    assert done.code == 0 and "no answer from rank 1" in done.err, (done.out, done.err)
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert rows[-1]["resumed_after"] == 4 and rows[-1]["loss"] == rows[0]["loss"]
+    assert steps_in(tmp_path / "run") == [2, 4, 6]

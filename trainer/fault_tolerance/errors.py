@@ -31,8 +31,11 @@ from trainer.terminal.text import one_line
 
 # Torch has no type for a peer that is gone.
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")
-# The C++ compiler failed, or what it made could not be loaded.
-COMPILER = re.compile(r"CppCompileError|\.so: |Failed to import \S+\.py\b")
+# The C++ compiler failed, or what it made, or a module that Inductor wrote, could not be
+# loaded.
+COMPILER = re.compile(
+    r"CppCompileError|\.so: |Failed to import \S+\.py\b|'torch\._inductor\.runtime\.compile_tasks\."
+)
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init", eval="evaluation")
 
 

@@ -37,7 +37,7 @@ from trainer.finetuning.columns import OF_OTHERS, Columns
 from trainer.finetuning.messages import BadLine
 from trainer.finetuning.sources import parsed, place, records, without_room
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
-from trainer.terminal.output import tell
+from trainer.terminal.output import regular, tell
 from trainer.terminal.text import grouped, one_line
 
 if TYPE_CHECKING:
@@ -439,6 +439,8 @@ def _cached(folder: Path, encoder: Encoder, flag: str) -> Tokenised:
     seal = folder / "seal"
     if folder.exists():
         with suppress(Exception):  # whatever strange bytes lead to
+            for path in folder.rglob("*"):
+                regular(path)  # a pipe or device would be read for ever
             digest = seal.read_text().split()[0]
             if seal.read_text() == _seal(folder, digest):
                 return Tokenised(encoder.files, _opened(folder, encoder, flag), digest)
