@@ -22,9 +22,9 @@ import signal
 import sys
 
 from trainer import config as flags
-from trainer.checks import check, check_at_once
+from trainer.checks import check, check_at_once, compile_note
 from trainer.distributed.environment import ranks
-from trainer.terminal.output import import_torch
+from trainer.terminal.output import import_torch, tell
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import on_ranks
 
@@ -34,6 +34,8 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     CONFIG = flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
         check_at_once(CONFIG, WORLD)
+        if line := compile_note(CONFIG, WORLD):
+            tell(line)
     PROGRESS = Progress(f"importing torch{on_ranks(WORLD)}", speak=RANK == 0)
     import_torch(RANK, CONFIG.debug)
 

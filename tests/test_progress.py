@@ -7,7 +7,9 @@ import io
 import os
 import pty
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -16,9 +18,11 @@ import pytest
 from running import ROOT, TINY, TORCHRUN, python, ran, resolved
 
 from trainer import checks, summary
+from trainer.logging import append_jsonl
 from trainer.summary import doing, notes
 from trainer.terminal.output import tell
 from trainer.terminal.progress import Progress
+from trainer.terminal.text import folded
 
 pytestmark = pytest.mark.long
 
@@ -48,7 +52,32 @@ def stub(tmp_path):
 
 def test_something_is_said_before_torch_is_imported(stub):
     done = python(env=stub, trace=False)
-    assert (done.out, done.err) == ("importing torch\n", "torch is being imported\n")
+    note, words = done.out.splitlines()
+    assert note.startswith("note: compiles for about ") and words == "importing torch"
+    assert done.err == "torch is being imported\n"
+
+
+def test_a_run_says_at_once_how_long_it_will_compile_on_a_cpu_by_published_rows(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+
+    def told(argv, world=1):
+        return checks.compile_note(resolved(f"--device cpu {argv}", world), world, rows)
+
+    assert told("--world 8") == "", "no rows"
+    cold = [("fwdbwd", 4, 60), ("fwdbwd", 16, 120), ("blocks", 4, 20), ("blocks", 4, 30)]
+    for mode, depth, seconds in cold:
+        row = dict(cache="cold", compile=mode, depth=depth, first_step_cpu_s=seconds, flags={})
+        append_jsonl(rows, row)
+        append_jsonl(rows, row | dict(cache="warm", first_step_cpu_s=1))
+        append_jsonl(rows, row | dict(flags=dict(model="a"), first_step_cpu_s=900))
+    blocks = "unless cached; --compile blocks: 25 s, none: 0 s"
+    assert told("--world 8") == f"note: compiles for about 60 s of CPU time {blocks}"
+    assert told("--depth 10", 2) == f"note: compiles for about 90 s of CPU time a rank {blocks}"
+    assert told("--compile model") == f"note: compiles for minutes {blocks}"
+    assert told("--compile blocks --depth 64").endswith("about 25 s of CPU time unless cached; --compile none: 0 s")
+    assert told("--world 8 --compile none") == ""
+    own = checks.compile_note(resolved("--depth 99 --device cpu", 64), 64)
+    assert re.search(r"about \d+ s of CPU time a rank unless cached; --compile blocks: \d+ s", own) and len(own) <= 100
 
 
 LARGE = "torch", "numpy", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb"
@@ -217,8 +246,6 @@ def test_flags_that_do_less_than_they_say_are_noted():
     assert told("--warmup 50 --steps 10 --lr 1") == [
         "note: --warmup 50 leaves none of --steps 10 after warm-up: the learning rate ends at 0.2"
     ]
-    assert "--compile none starts at once" in told("--world 8")[-1]
-    assert not [line for line in told("--world 8 --compile none") if "at once" in line]
     assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
     (line,) = told("--warmup-ratio 1 --steps 10 --lr 1")
     assert line.startswith("note: --warmup-ratio 1.0 leaves none of --steps 10 after")
@@ -286,6 +313,56 @@ def test_colour_is_for_errors_notes_and_the_outcome_on_a_terminal_that_wants_it(
             assert other.getvalue() == f"{text}\n"
     tell("error: \x1b[31m of a file's name", terminal)
     assert "\x1b[31m" not in terminal.getvalue()
+
+
+LINES = {
+    "step 10/40  loss 3.8406  lr 0.003  |g| 2.825  353.0 ms  17'403 tok/s":
+        ["step 10/40  loss 3.8406  lr 0.003  |g| 2.825  353.0 ms", "    17'403 tok/s"],
+    "sample   64 bytes of training data, then after | 60 that the model wrote:":
+        ["sample   64 bytes of training data, then after | 60 that the", "         model wrote:"],
+    "repeat   python main.py --config 'my runs/a.steps/20261129T025837.settings.json'":
+        ["repeat   python main.py --config \\", "         'my runs/a.steps/20261129T025837.settings.json'"],
+    "next     ./launch.sh run --depth 8 --save runs/a       # Ctrl-C saves and ends":
+        ["next     ./launch.sh run --depth 8 --save runs/a", "         # Ctrl-C saves and ends"],
+    "error: --data text:/nowhere: no such file; name a file, or a folder of files":
+        ["error: --data text:/nowhere: no such file; name a file, or a", "    folder of files"],
+    "curve    /a/folder/whose/name/is/longer/than/the/terminal/is/wide.jsonl":
+        ["curve    /a/folder/whose/name/is/longer/than/the/terminal/is/wide.jsonl"],
+    "of 60 columns" + "." * 47: ["of 60 columns" + "." * 47],
+    "x" * 70: ["x" * 70],
+}  # fmt: skip
+
+
+def test_a_line_wider_than_a_terminal_breaks_between_its_facts_and_a_command_can_be_pasted(xterm, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    for line, parts in LINES.items():
+        assert folded(line, 60) == "\n".join(parts)
+        tell(line, terminal := Terminal())
+        assert re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()).splitlines() == parts
+        tell(line, pipe := io.StringIO())
+        assert pipe.getvalue() == f"{line}\n", "a file has one line for each"
+        assert folded(line, 100) == line
+    monkeypatch.setenv("COLUMNS", "200")
+    tell("word " * 30, terminal := Terminal())
+    assert max(map(len, terminal.getvalue().splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_at_60_columns_the_line_that_repeats_a_run_can_be_pasted_though_a_spinner_is_below(tmp_path):
+    argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
+    text, code = screen(argv, NO_COLOR="1", COLUMNS="60")
+    assert code == 0, text
+    seen = [line.rpartition("\x1b[2K")[2] for line in text.splitlines()]
+    lines = [re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", line) for line in seen]
+    first = next(i for i, line in enumerate(lines) if "repeat   " in line)
+    last = next(i for i in range(first, len(lines)) if not lines[i].endswith("\\"))
+    assert last > first, lines[first:]
+    pasted = "\n".join(lines[first : last + 1]).partition("repeat   ")[2]
+    words = shlex.split(subprocess.check_output(["bash", "-c", f"set -- {pasted}; echo $*"], text=True))
+    assert words[:3] == ["python", "main.py", "--config"] and os.path.exists(words[3]) and len(words) == 4
+    results = lines[next(i for i, line in enumerate(lines) if "outcome  " in line) + 1 :]
+    wide = [re.sub(r"^(\w+( it)?)? +| \\$", "", line) for line in results if len(line) > 60]
+    assert not [line for line in wide if " " in line], "which could have been broken"
 
 
 def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):

@@ -414,7 +414,7 @@ def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
     assert final_lines(row) == [
         "outcome  ok, loss 3.2100",
         "memory   14'550 MiB allocated, 15'012 MiB reserved, 14'600 MiB in step 1",
-        "step     1'119.0 ms median [1'118.0-1'123.5] n 20, compile 35.1 s",
+        "step     1'119.0 ms median of 20 steps [1'118.0-1'123.5], compile 35.1 s",
         "speed    728'178 tok/s, 91'022 tok/s/rank",
         "MFU, %   50.0 causal, 53.7 PaLM, n/a HFU of 989 TFLOP/s",
     ]
@@ -422,7 +422,7 @@ def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
     assert final_lines(row) == [
         "outcome  OOM fwd, loss nan",
         "memory   422 MiB resident, since the start",
-        "step     n/a ms median [n/a-n/a] n 0",
+        "step     n/a ms median of 0 steps [n/a-n/a]",
         "speed    n/a tok/s, n/a tok/s/rank",
         "MFU, %   n/a: no peak is known of this device",
     ]

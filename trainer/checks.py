@@ -2,6 +2,7 @@
 
 check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
 check(config, world)            # on each rank: ValueError
+compile_note(config, world)     # a line for a run that compiles on a CPU
 never_run(torch.__version__)    # a line for a torch that is not in TORCH
 """
 
@@ -12,11 +13,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from statistics import linear_regression, mean
 
 from trainer import config as flags
 from trainer import step_costs
 from trainer.checkpoint.manifest import check_directory
-from trainer.logging import check_writable
+from trainer.logging import check_writable, read_jsonl
 from trainer.terminal.command_line import as_given
 from trainer.terminal.output import fail
 from trainer.terminal.text import grouped
@@ -25,6 +27,7 @@ WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
 SHAPE = "depth", "width", "grow", "vocab", "seqlen"  # flags of the size of a model and its rows
 HIDDEN = re.compile(r"\..")  # how names begin that are no data
+FIRST_STEPS = Path(__file__).parents[1] / "results/first_step.jsonl"  # published rows
 TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # a row each in docs/how_it_works.md
 
 
@@ -84,11 +87,7 @@ def check_at_once(config: flags.Config, world: int) -> None:
     wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
     from trainer.data import DataError, check_files, inputs
 
-    device = (
-        "cuda"
-        if config.device == "auto" and step_costs.may_have_gpu()
-        else config.device.replace("auto", "cpu")
-    )
+    device = likely_device(config)
     try:
         if config.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             raise ValueError("--optimizer adamw8bit: needs torchao; pip install -e '.[lowbit]'")
@@ -100,6 +99,45 @@ def check_at_once(config: flags.Config, world: int) -> None:
         fail(str(e), 0)
     except DataError as e:
         fail(str(e), 0, 3)
+
+
+def likely_device(config: flags.Config) -> str:
+    """The device of a run before torch can say which there are."""
+    if config.device == "auto":
+        return "cuda" if step_costs.may_have_gpu() else "cpu"
+    return config.device
+
+
+def first_step_cpu_s(mode: str, depth: int, rows: Iterable[dict]) -> float | None:
+    """CPU seconds of one rank's first step under --compile `mode`, without a cache, by rows of
+    lab.benchmarks.first_step: their mean, or on a line over depth where they have several depths. None where no row has
+    that mode."""
+    times = [
+        (row["depth"], row["first_step_cpu_s"])
+        for row in rows
+        if row["cache"] == "cold" and row["compile"] == mode and "model" not in row["flags"]
+    ]
+    if len({layers for layers, _ in times}) > 1:
+        slope, start = linear_regression(*zip(*times, strict=True))
+        return start + slope * depth
+    return mean(seconds for _, seconds in times) if times else None
+
+
+def compile_note(config: flags.Config, world: int, rows: Path = FIRST_STEPS) -> str:
+    """A line on how long the first step will take where it compiles on a CPU, and what is shorter; empty elsewhere."""
+    device = likely_device(config)
+    depth = flags.filled(config, device).depth
+    if device != "cpu" or config.compile == "none" or not rows.exists():
+        return ""
+    measured = read_jsonl(rows)
+    seconds = first_step_cpu_s(config.compile, depth, measured)
+    blocks = first_step_cpu_s("blocks", depth, measured)
+    each = " a rank" * (world > 1 and not config.world)
+    takes = "minutes" if seconds is None else f"about {seconds:.0f} s of CPU time{each}"
+    shorter = "none: 0 s"
+    if blocks is not None and config.compile != "blocks":
+        shorter = f"blocks: {blocks:.0f} s, {shorter}"
+    return f"note: compiles for {takes} unless cached; --compile {shorter}"
 
 
 def available() -> int:

@@ -241,7 +241,7 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
         ]
     return [
         *lines,
-        f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}{compiled}",
+        f"step     {ms} ms median of {counted(row.get('n', 0), 'step')} [{low}-{high}]{compiled}",
         f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
         *mfu,
     ]

@@ -178,10 +178,6 @@ def notes(config: flags.Config) -> list[str]:
         texts.append(
             "ranks are simulated, and all hold the same: times and memory count, the loss is no result"
         )
-        if config.device == "cpu" and config.compile not in ("none", "blocks"):
-            texts.append(
-                "on a CPU the first step compiles for a minute or two; --compile none starts at once"
-            )
     if config.wrapper == "ddp":
         texts.append("--wrapper ddp shards nothing: --mode is replicate")
     return [f"note: {text}" for text in texts]
@@ -235,11 +231,12 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
             f"{causal:.3f} MFLOP per token (causal; PaLM {palm:.3f})",
             f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
         ]
+    device = env["device"].replace(", 1 threads", ", 1 thread")
     replicated = f"{len(whole)} of {len(rows)} parameters are replicated"
     replicated += f": under {config.min_shard_mib} MiB" * (config.min_shard_mib > 0)
     lines = [
         f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}",
-        f"{env['device']}, {flags.world_label(config, run.world)} rank{'s' * (run.world > 1)}",
+        f"{device}, {flags.world_label(config, run.world)} rank{'s' * (run.world > 1)}",
         "  ".join(changed) or "every flag has its default",
         *([f"all flags: {settings}"] if settings is not None else []),
         f"attention: {run.attention}",
@@ -249,7 +246,7 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
         f"weight decay {config.weight_decay:g} for {optimizer.decayed_count} parameters, "
         f"none for the {still} with one dimension",
         *costs,
-        f"ln V = {math.log(config.vocab):.4f}",
+        f"ln V = {math.log(config.vocab):.4f}: the loss where every token is equally likely",
         *goes_where(run.step),
         *notes(config),
     ]

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from trainer.terminal.text import one_line
+from trainer.terminal.text import folded, one_line
 
 # What the system says where a process may open no more files, or start no more threads.
 LIMIT = re.compile(
@@ -98,6 +99,7 @@ def tell_error(line: str) -> None:
 # The first word of a line -> how a terminal shows it.
 COLOURS = {"error": "1;31", "warning": "33", "note": "36", "outcome  ok": "1;32", "outcome": "1;31"}
 HEADS = re.compile(f"^(?:{'|'.join(COLOURS)})(?=[:, ])", re.MULTILINE)
+WIDTH = 100  # columns, at most, of a line on a terminal
 CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -114,11 +116,14 @@ def coloured(text: str, stream: TextIO) -> str:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line to `stream` (None: stdout) as `put` does. If the stream takes no more, because its reader has left
-    or its disk is full, this costs one warning, and all after that is lost."""
+    """Prints a line to `stream` (None: stdout) as `put` does, on a terminal `folded` to its width. If the stream takes
+    no more, because its reader has left or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
-        put(coloured(shown(text), stream), stream=stream, safe=True)
+        text = shown(text)
+        if is_terminal(stream):
+            text = folded(text, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+        put(coloured(text, stream), stream=stream, safe=True)
     except (OSError, ValueError) as error:
         _mute(stream)
         if stream is not sys.stderr:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partialmethod
 from typing import TextIO
 
 from trainer.terminal.output import CLEAR_LINE, is_terminal, tell
@@ -45,7 +46,13 @@ class Progress(AbstractContextManager):
             from rich.spinner import Spinner
 
             self.spinner = Spinner("dots")
-            self.console = console = Console(file=self.stream)
+
+            class Unwrapped(Console):
+                """A line that is wider than the terminal stays one line, which can be copied."""
+
+                print = partialmethod(Console.print, soft_wrap=True)
+
+            self.console = console = Unwrapped(file=self.stream)
             how = dict(transient=True, refresh_per_second=5, redirect_stderr=sys.stderr.isatty())
             self.live = Live(get_renderable=lambda: self, console=console, **how)
             self.live.start(refresh=True)

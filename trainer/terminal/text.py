@@ -3,9 +3,11 @@
 grouped(14550)                         # 14'550
 counted(2, "row")                      # 2 rows
 one_line(error)                        # ValueError: what it says, without line breaks
+folded("memory   492 MiB resident, 481 MiB in step 1", 30)      # two lines
 markdown([("run", ["a"]), ("ms", ["1.5"])])      # a table
 """
 
+import re
 import textwrap
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -52,6 +54,50 @@ def fitted(lines: Iterable[str], width: int = 100) -> list[str]:
         for line in lines
         for part in (textwrap.wrap(line, width, **whole) if len(line) > width else [line])
     ]
+
+
+HEAD = re.compile(
+    r"(?:\w+(?: it)?  +| +)(?=\S)"
+)  # how a line of a result begins: "memory   ", "draw it  "
+COMMANDS = "repeat   ", "draw it  "
+COMMENTED = re.compile(r"((?:next {5}| {9})\S.*?) +# (.*)")
+
+
+def folded(text: str, width: int) -> str:
+    """A text for a terminal of `width` columns: a longer line goes on indented, and none breaks within a word or, where
+    two spaces part its facts, within a fact. A command goes on after a backslash, so that it can be pasted; only a word
+    wider than the terminal is left to it."""
+    return "\n".join(part for line in text.split("\n") for part in _fold(line, width))
+
+
+def _fold(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    if commented := COMMENTED.fullmatch(line):
+        return [*_fold(commented[1], width), *_fold(f"{' ' * 9}# {commented[2]}", width)]
+    head = HEAD.match(line)
+    indent = " " * (len(head[0]) if head and len(head[0]) == 9 else 4)
+    between, end = " ", ""
+    if line.startswith(COMMANDS):
+        words = re.findall(r"(?:[^\s']|'[^']*')+", line[9:])  # a quoted name is one
+        words[0] = line[:9] + words[0]
+        end = " \\"
+    else:
+        words = re.split(r"(?<=\S)  (?=\S)", line)
+        between = "  "
+        if len(words) == 1 or max(map(len, words)) + len(indent) > width:
+            whole = dict(break_long_words=False, break_on_hyphens=False)
+            start = head[0] if head else ""
+            how = dict(initial_indent=start, subsequent_indent=indent, **whole)
+            return textwrap.wrap(line[len(start) :], width, **how)
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1] + between + word + end) > width:
+            lines[-1] += end
+            lines.append(indent + word)
+        else:
+            lines[-1] += between + word
+    return lines
 
 
 def data_lines(description: str) -> list[str]:
