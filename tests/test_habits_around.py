@@ -338,3 +338,33 @@ def test_moments_of_shards_numbers_and_other_people_s_optimizers_are_left_alone(
             if cls is Own:
                 optimizer.state[p]["average"] = torch.ones(4, 2)
     assert all(torch.isfinite(whole(p)).all() for p in model.parameters())
+
+
+# ------------------------------------------------------------------------- code that the compiler is told to leave alone
+
+
+class Disabled(nn.Module):
+    def __init__(self, gathers):
+        super().__init__()
+        self.layer, self.gathers = nn.Linear(6, 6), gathers
+
+    @torch.compiler.disable
+    def product(self, x):
+        if not self.gathers:
+            return x @ self.layer.weight
+        with unsharded():
+            return x @ self.layer.weight
+
+    def forward(self, x):
+        return self.product(2 * x)
+
+
+def test_a_method_that_is_not_compiled_reads_whole_weights_in_unsharded_alone(fake):
+    mesh, x = fake(2), torch.ones(2, 6)
+    run = torch.compile(data_parallel(Disabled(gathers=True), mesh), backend="aot_eager")
+    assert run(x).shape == (2, 6)
+    run(x).sum().backward()
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=MIXED):
+        torch.compile(data_parallel(Disabled(gathers=False), mesh), backend="aot_eager")(x)
+    assert "under `torch.compiler.disable` that compiled code calls" in DOCS
