@@ -340,7 +340,7 @@ def test_moments_of_shards_numbers_and_other_people_s_optimizers_are_left_alone(
     assert all(torch.isfinite(whole(p)).all() for p in model.parameters())
 
 
-# ------------------------------------------------------------------------- code that the compiler is told to leave alone
+# ------------------------------------------------------------------------ code that the compiler is told to leave alone
 
 
 class Disabled(nn.Module):

@@ -198,7 +198,7 @@ def first_here(store: dist.Store, rank: int) -> dist.Store:
     """The `store` by which ranks meet that are started once. DistStoreError: another run has such a rank there."""
     if store.add(f"rank {rank} has come", 1) > 1:
         raise dist.DistStoreError(
-            f"rank {rank} is there already: two runs meet at one port, which is in use by another"
+            f"another process has joined as rank {rank}: two runs use one port; give this one another MASTER_PORT"
         )
     return dist.PrefixStore("run", store)
 
