@@ -379,12 +379,12 @@ def test_a_prepared_model_touches_no_checkpoint_of_a_run(tune):
 
 @pytest.mark.parametrize("when", ["saving", "saved"])
 def test_a_start_goes_on_where_another_one_prepares_the_model_meanwhile(when, tune, monkeypatch):
-    def take(folder):
+    def acquire(folder):
         if when == "saving":
             raise load.Refused("--save ready: pid 1 on host a is writing there")
         os.makedirs(f"{folder}/step-00000000")
 
-    monkeypatch.setattr(load, "take", take)
+    monkeypatch.setattr(load, "acquire", acquire)
     done = fine(tune("--steps", 1, "--prepared", "ready"))
     assert f"not saved, another run {'is' if when == 'saving' else 'has'} sav" in done.out
 
