@@ -63,14 +63,14 @@ def fault(kind: str, done: int, chance: random.Random) -> str:
     return f"{rank}:{step}:{place}:{what}"
 
 
-def flip(step: Path, chance: random.Random) -> str:
-    """Flips a bit of a file of a checkpoint; returns the file's path."""
+def flip(step: Path, chance: random.Random) -> tuple[str, bytes]:
+    """Flips a bit of a file of a checkpoint; returns the file's path and what it holds now."""
     file = chance.choice(sorted(step.iterdir()))
     content = bytearray(file.read_bytes())
     bit = chance.randrange(8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
-    return str(file)
+    return str(file), bytes(content)
 
 
 def tear(results: Path, chance: random.Random) -> None:
@@ -87,13 +87,14 @@ class Trial:
         self.chance = chance
         self.row = row
         self.step_s = step_s
-        self.flipped = []
+        self.flipped = []  # (file, what it holds since)
         self.flags = [*TINY, "--steps", STEPS, "--save", folder / "run", "--save-every", SAVE_EVERY, "--keep", 3]
         self.flags += ["--results", folder / "rows.jsonl", *["--save-async"] * chance.randint(0, 1)]
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are whole."""
-        flipped = {Path(file).parent.name for file in self.flipped}
+        """Of the checkpoints that are whole, also those that were saved again after a bit had been flipped in them."""
+        paths = [(Path(file), content) for file, content in self.flipped]
+        flipped = {path.parent.name for path, content in paths if path.exists() and path.read_bytes() == content}
         return [k for k in steps_in(self.folder / "run") if f"step-{k:08d}" not in flipped]
 
     def start(self, kind: str) -> float | None:
@@ -147,12 +148,13 @@ def one_after_another(place: Path, failures: int, seed: str, row: dict, expected
         trial = Trial(folder, chance, row, step_s)
         failures -= trial.until_its_end(failures)
         log = (folder / "log").read_text()
+        flips = Counter(file for file, _ in trial.flipped)
         counts = dict(
             runs=1,
             bit_equal=hashes(folder / f"run/step-{STEPS:08d}") == expected,
             rows_readable=read_jsonl(folder / "rows.jsonl")[-1]["outcome"] == "ok",
-            flipped=len(trial.flipped),
-            flips_found=sum(f"{file}: " in log for file in trial.flipped),
+            flipped=flips.total(),
+            flips_found=sum(min(n, log.count(f"{file}: ")) for file, n in flips.items()),
         )
         with LOCK:  # of all threads
             for name, count in counts.items():

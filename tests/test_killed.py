@@ -103,7 +103,7 @@ def test_one_rank_of_two_killed_in_the_first_save_leaves_no_step_and_the_same_li
 
 @pytest.mark.slow
 def test_runs_with_injected_failures_of_any_kind_end_as_the_undisturbed_one(tmp_path):
-    """135 of them: results/failures.jsonl."""
+    """Some hundreds of them: results/failures.jsonl."""
     row = failures.measure(5, seed=2)
     assert row["failures"].total() == 5
     assert row["bit_equal"] == row["rows_readable"] == row["runs"], row
