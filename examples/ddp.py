@@ -116,7 +116,8 @@ def main():
                 os.makedirs(os.path.dirname(FILE), exist_ok=True)
                 saved = dict(model=model.module.state_dict(), ema=ema)
                 saved |= dict(optimizer=optimizer.state_dict(), schedule=schedule.state_dict())
-                torch.save(saved, FILE)
+                torch.save(saved, FILE + ".new")
+                os.replace(FILE + ".new", FILE)  # a kill while it writes leaves the old one
     dist.destroy_process_group()
 
 

@@ -100,6 +100,30 @@ def test_a_script_on_ddp_and_its_port_print_the_same_to_the_digit_resumed_or_not
     assert on_two_ranks(PORTED, cwd=tmp_path).splitlines() == theirs.splitlines()[2:]
 
 
+KILLED = """
+import os, runpy, sys, torch
+save = torch.save
+def cut_off(saved, path):
+    if os.path.exists("runs/ddp/checkpoint.pt"):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        os._exit(9)
+    save(saved, path)
+torch.save = cut_off
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.long
+def test_a_script_on_ddp_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path):
+    env = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1")
+    env |= dict(LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    (tmp_path / "killed.py").write_text(KILLED.replace("sys.argv[1]", repr(str(DDP))))
+    assert ran(sys.executable, "killed.py", cwd=tmp_path, **env).code == 9
+    again = ran(sys.executable, DDP, cwd=tmp_path, **env)
+    assert [line[0] for line in steps_of(again.out)] == [20, 30, 40], again.err
+
+
 @pytest.mark.slow
 def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved(tmp_path):
     cut = tmp_path / "cut"

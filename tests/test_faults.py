@@ -332,15 +332,15 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grad_accum", ["1", "2"])
-def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path, grad_accum):
+@pytest.mark.parametrize("flags", ["--grad-accum 1", "--grad-accum 2", "--eval-every 1"])
+def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path, flags):
     """By the CPU time of its steps: the others, which wait for it, take as long by the clock."""
-    done = two(tmp_path, "--steps", "64", "--log-every", "1", "--grad-accum", grad_accum, SLOW="1:0.03")
+    done = two(tmp_path, "--steps", "64", "--log-every", "1", *flags.split(), SLOW="1:0.03")
     notes = [line for line in done.out.splitlines() if line.startswith("note: rank ")]
     assert done.codes == [0, 0] and len(notes) == 1, done.out
     assert re.fullmatch(r"note: rank 1 is slow: its steps take \d+\.\d\d times the CPU time .* \(20 steps\)", notes[0])
     _, steps = read(tmp_path / "rows.jsonl")
-    ratios = [step.get("slowest_rank_ratio") for step in steps]
+    ratios = [step.get("slowest_rank_ratio") for step in steps if "eval_loss" not in step]
     assert ratios[:20] == [None] * 20 and all(ratio > 1.2 for ratio in ratios[24:]), ratios
 
 
@@ -357,10 +357,16 @@ def test_a_rank_that_is_slower_than_the_others_is_named_once_and_logged(tmp_path
 ])  # fmt: skip
 def test_a_straggler_is_20_percent_slower_than_the_median_of_the_others_over_20_steps(times, named):
     stragglers = Stragglers()
-    lines = [line for line in map(stragglers.add, times) if line]
-    assert [line.split()[2] for line in lines] == ([] if named is None else [str(named)])
+    add = lambda first: [line for k, seconds in enumerate(times, first) if (line := stragglers.add(seconds, k))]  # noqa: E731
+    assert [line.split()[2] for line in add(1)] == ([] if named is None else [str(named)])
     if named is not None:
-        assert not [line for line in map(stragglers.add, times) if line], "it is named once"
+        assert not add(1 + len(times)), "it is named once"
+
+
+def test_a_step_that_is_told_twice_counts_once():
+    stragglers = Stragglers()
+    told = [stragglers.add([0.10, 0.13], k // 2) for k in range(2, 42)]
+    assert [k for k, line in enumerate(told) if line] == [38], "20 steps, of which the last was told first then"
 
 
 APART = "; no rank may evaluate, sample or save alone: every rank must call it"

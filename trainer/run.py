@@ -298,7 +298,7 @@ class Run:
             failed = self.saver.failed()
             if self.control.exchange(k, self.finite.norm, failed, problem, self.step_cpu_s):
                 self.saver.wait()  # it failed on all
-            if line := self.stragglers.add(self.control.cpu_s):
+            if line := self.stragglers.add(self.control.cpu_s, self.control.cpu_step):
                 self.say(line)
             began = time.thread_time()
             yield

@@ -176,9 +176,8 @@ class Control:
         self.signals = signals
         self.work = None
         self.numbers = None
-        self.cpu_s: list[
-            float
-        ] = []  # by rank, of the step that the last exchange told of; 0: of none
+        self.cpu_s: list[float] = []  # by rank, of step `cpu_step`; 0: of none
+        self.cpu_step = 0
         self.group = group if group is not None and group.size() > 1 else None
 
     def exchange(
@@ -221,6 +220,7 @@ class Control:
         self.work = None
         work.wait()
         k, fewest, norm, least, failed, signum, problem, *self.cpu_s = self.numbers.tolist()
+        self.cpu_step = int(k)
         if k != -fewest:
             raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
         if norm + least > NORM_TOLERANCE * abs(norm):

@@ -1,7 +1,7 @@
 """Which rank is slower than the others, by the CPU time of its steps: all ranks wait for it in every collective.
 
     stragglers = Stragglers()
-    line = stragglers.add([0.31, 0.30, 0.45, 0.31])     # seconds of one step on each rank; a line for people, or None
+    line = stragglers.add([0.31, 0.30, 0.45, 0.31], step=7)     # seconds of a step by rank; a line for people, or None
     stragglers.ratio            # after WINDOW such steps 1.45: of the slowest rank to the median of the others
 
 The times are those of the main thread (time.thread_time), which does not run while it waits in a collective. They come
@@ -24,12 +24,14 @@ class Stragglers:
         self.steps: list[list[float]] = []
         self.ratio: float | None = None
         self.named: set[int] = set()
+        self.step = 0  # the newest that counts
 
-    def add(self, seconds: list[float]) -> str | None:
+    def add(self, seconds: list[float], step: int) -> str | None:
         """The line for people where a rank is found that was not named before. seconds: by rank; a step in which a rank
-        has no time is left out."""
-        if len(seconds) < 2 or not all(seconds):
+        has no time is left out. A step counts once: each pause of an evaluation tells of the step before it again."""
+        if len(seconds) < 2 or not all(seconds) or step <= self.step:
             return None
+        self.step = step
         self.steps.append(seconds)
         if len(self.steps) < WINDOW:
             return None
