@@ -195,6 +195,7 @@ def test_of_a_long_text_in_chunks_each_token_is_learned_once(batches, pad, block
     assert stream.fingerprint != cut.fingerprint and max(stream.data.inputs) == 32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pad", PADS)
 def test_what_is_held_out_is_never_trained_on(batches, pad):
     everything, stream = batches(chats(200), pad=pad), batches(None, pad=pad, hold_out=True, global_batch=4)
@@ -299,6 +300,7 @@ def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_pa
     assert higher - peak < (more - size) / 4, (higher - peak, more - size)
 
 
+@pytest.mark.long
 def test_a_process_holds_some_eighty_bytes_per_example(batches):
     stream = batches(chats(2000))
     arrays = [array for each in (stream.data, stream.data.data) for array in vars(each).values()]

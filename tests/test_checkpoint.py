@@ -58,6 +58,7 @@ def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(sett
     assert told == expected and told["step"] == 10 and told["samples"] == 10 * told["global_batch"]
 
 
+@pytest.mark.long
 def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
     plain = train("--log-every", 1)
     saving = train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)

@@ -320,6 +320,7 @@ def test_settings_that_are_no_regular_file_are_refused_and_not_read_for_ever(kin
     assert ended.value.code == 2 and f"--config {path}: no regular file; name the settings" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_what_fits_is_accepted():
     def fits(argv, device="cpu", world=1):
         return resolved(argv, world, device)

@@ -125,6 +125,7 @@ shutdown()
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_is_started_without_stderr_meets_the_others():
     address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -323,6 +324,7 @@ def test_nccl_has_a_flight_recorder_of_its_own(backend, newest, begun, monkeypat
     assert watchdog._collectives() == (dumps[backend], begun, newest)
 
 
+@pytest.mark.long
 def test_progress_or_no_limit_ends_nothing(dog):
     never = dog(0)
     often = dog(2.0)
@@ -361,6 +363,7 @@ def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(d
     assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["failed: rank 0: had enough"]
 
 
+@pytest.mark.long
 def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
     """That of a machine that is gone: no connection is closed, and a call waits for ever."""
     mine = dog(0.2, 1, 2)
@@ -372,6 +375,7 @@ def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
     assert "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd):
     left = dog(0, 0, 3)
     waits = dog(0, 1, 3)

@@ -84,6 +84,7 @@ def test_batches_are_int64_in_the_vocabulary_and_targets_are_tokens_moved_on_by_
     assert stream.description.startswith(sources[kind])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SOURCES)
 def test_one_two_and_four_ranks_see_the_same_global_batches(sources, kind):
     whole = tokens_of(batches(sources[kind]), 20)  # 160 samples: over two epochs of the bin file
@@ -170,6 +171,7 @@ def test_no_sample_leaves_a_small_file(batches_of, extra):
 # Text
 
 
+@pytest.mark.long
 def test_stdlib_is_the_library_without_tests_in_order_of_path():
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -58,6 +58,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.long
 def test_the_wheel_holds_the_files_to_copy_alone(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == FILES

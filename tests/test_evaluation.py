@@ -348,6 +348,7 @@ def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, tr
     assert train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(" ".join(map(str, written))) == 1
 
 
+@pytest.mark.long
 def test_a_model_writes_what_it_has_learnt(trains, tmp_path):
     (tmp_path / "text").write_bytes(b"abcd" * 500)
     how = "--vocab 300 --lr 0.01 --warmup 5 --steps 60 --eval-every 60 --sample 24".split()  # ids from 256 on: no bytes

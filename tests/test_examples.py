@@ -79,6 +79,7 @@ def test_each_line_of_code_of_the_port_that_differs_is_marked():
     assert 10 < len(differ) < 40 and differ == [line for line in ours[code:] if "# <-" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [DDP, PORTED])
 def test_more_steps_than_the_schedule_has_are_refused(script):
     done = ran(sys.executable, script, "41", PYTHONPATH=str(ROOT))

@@ -333,6 +333,7 @@ def two_ranks(tmp_path_factory):
         return folder, spawn(2, [save_and_export, init_every_layout, refuse_on_both, see_different_files])
 
 
+@pytest.mark.long
 def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own_rows(two_ranks):
     folder, results = two_ranks
     for expected, states in zip(results["save_and_export"], results["init_every_layout"], strict=True):
@@ -346,6 +347,7 @@ def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own
     assert results["refuse_on_both"] == [told] * 2
 
 
+@pytest.mark.long
 def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks):
     told, same = two_ranks[1]["see_different_files"]
     other, absent = told

@@ -191,6 +191,7 @@ def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
         tune("--steps", 1, "--export", "out", model=folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["rembert", "gemma2"])  # a head of another width than hidden states; a cap
 def test_where_logits_are_more_than_the_product_of_the_head_the_loss_is_full(family, tune, tmp_path):
     folder = saved(family, tmp_path / "model")

@@ -299,6 +299,7 @@ def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_tor
 slow = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", ["main.py --help", *(pytest.param(words, marks=slow) for words in (
     "finetune.py --help", "plan.py --help", "plan.py --gpus 8", "-m lab.report --help"))])  # fmt: skip
 def test_an_answer_that_nobody_can_read_is_one_line_or_none_and_no_success(words):

@@ -98,6 +98,7 @@ def two_ranks(tmp_path_factory):
         return spawn(2, [load_and_export_every_kind, fail_on_one_rank])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_load_by_slices_what_from_pretrained_loads_pack_it_and_export_it_bit_equal(kind, two_ranks):
     apart, same, names, source, line = two_ranks["load_and_export_every_kind"][0][kind]
@@ -105,6 +106,7 @@ def test_two_ranks_load_by_slices_what_from_pretrained_loads_pack_it_and_export_
     assert same == (True, True) and names, line
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_read_or_write_is_raised_on_both(two_ranks):
     first, second = two_ranks["fail_on_one_rank"]
     assert first == second

@@ -144,6 +144,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_one_line(spoil, code, names, tu
         refused(code, name, done)
 
 
+@pytest.mark.long
 def test_pickles_are_read_without_running_code(tune, qwen, tmp_path):
     folder = shutil.copytree(qwen, tmp_path / "copy")
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -82,6 +82,7 @@ def test_every_group_of_a_run_has_one_worker_its_timeout_and_its_device(env):
     assert elsewhere(groups, 77.0, **env) == {(1, 77.0, 1)}
 
 
+@pytest.mark.long
 def test_two_groups_have_two_worker_threads_where_torch_would_have_more():
     """By the names that torch gives to threads: what the option says is also what runs."""
     assert elsewhere(workers, True) == 2 < elsewhere(workers, False)

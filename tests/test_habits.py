@@ -376,10 +376,12 @@ def two():
     return spawn(2, jobs, timeout=240)
 
 
+@pytest.mark.long
 def test_ranks_that_run_other_experts_and_the_rest_times_zero_have_the_gradients_of_one_process(two):
     assert max(two["routed"]) < 1e-5
 
 
+@pytest.mark.long
 def test_running_statistics_are_each_rank_s_own_until_they_are_broadcast(two):
     (first, same), (second, also) = two["normed"]
     assert first != second
@@ -393,6 +395,7 @@ def test_zero_times_parameters_outside_of_the_forward_is_a_sum_of_shards(model):
         loss.backward()
 
 
+@pytest.mark.long
 def test_a_shard_of_another_rank_is_not_loaded_as_this_rank_s_own(two):
     for rank, found in enumerate(two["saved_by_one"]):
         assert found["fully_shard", True] is found["replicate", False] is found["hybrid_shard", False] is True
@@ -406,15 +409,18 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
     assert two["scaled"] == [[(2.0, [True] * 4), (1.0, [False] * 4), (1.0, [True] * 4)]] * 2
 
 
+@pytest.mark.long
 def test_the_norm_of_a_gradient_is_this_rank_s_part_until_it_is_whole(two):
     for (local, item), *norms in two["measured"]:
         assert norms == [pytest.approx(norms[0])] * 2 and item == pytest.approx(local) and item < norms[0]
 
 
+@pytest.mark.long
 def test_an_optimizer_with_collectives_of_its_own_is_refused_by_torch(two):
     assert all("c10d.broadcast_" in said for said in two["sharded_twice"]), two["sharded_twice"]
 
 
+@pytest.mark.long
 def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error_of_torch_s(two):
     """SparseAdam refuses gradients that are not sparse."""
     changed = "placement changes are not supported|does not have a sharding strategy"  # torch 2.13; 2.11's Rprop
@@ -430,6 +436,7 @@ def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error
         assert found
 
 
+@pytest.mark.long
 def test_an_optimizer_that_was_built_before_the_wrap_is_refused_at_its_first_step(two):
     for said, moved in two["built_before"]:
         assert said == [REPLACED] * 4
@@ -495,21 +502,25 @@ def test_a_call_of_torchtitans_file_is_the_same_here_or_refused(fake):
         data_parallel(mlp(), fake(2), "fully_shard", ac_mode="none")
 
 
+@pytest.mark.long
 def test_gradients_of_gradients_and_moving_averages_are_those_of_one_process(two):
     for far, said, moved in two["penalised_and_averaged"]:
         assert far < 1e-5 and said < 1e-5 and moved > 0.01
 
 
+@pytest.mark.long
 def test_whole_state_dicts_accumulation_autocast_and_checkpoints_work_and_ddp_on_top_is_refused(two):
     for found in two["as_with_others"]:
         assert found == dict(state=4, adding=True, again=True, cast=True, fp32=True, ddp=True)
 
 
+@pytest.mark.long
 def test_initialisation_and_clamping_give_the_values_of_one_process(two, fake):
     for found in (*two["initialised"], initialised(fake(1))):
         assert found == dict.fromkeys(FILLS, True)
 
 
+@pytest.mark.long
 def test_late_adapters_are_refused_then_adopted_train_alike_and_merge(two):
     for refused, *held in two["lora"]:
         assert "lora_A" in refused and "mode='replicate'" in refused and held == [True, True, True]

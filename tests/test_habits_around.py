@@ -101,6 +101,7 @@ def undone(mesh):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUT_ON)
 def test_what_was_put_on_before_the_wrap_is_removed_from_a_plain_model(two, name):
     for refusals, same, far, names in (found[name] for found in two["undone"]):
@@ -144,6 +145,7 @@ def broadcast(mesh):
     return found
 
 
+@pytest.mark.long
 def test_whole_tensors_are_made_contiguous_before_rank_0_broadcasts_them(two):
     for found in two["broadcast"]:
         assert found["contiguous"] == found["gotten"] == found["lies"] == [True, True]
@@ -166,6 +168,7 @@ def on_one_rank(mesh):
     return torch.equal(plain(x), expected)
 
 
+@pytest.mark.long
 def test_one_rank_alone_computes_with_a_plain_model_of_the_whole_tensors(two):
     assert two["on_one_rank"] == [True, True]
 
@@ -238,6 +241,7 @@ def ddp_goes_on(mesh):
     return said, furthest(model.parameters(), plain.module.parameters()), counts, rates
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_ddp_goes_on_by_the_recipe_of_the_docs(two):
     for said, far, counts, rates in two["ddp_goes_on"]:
         assert "exp_avg of the optimizer is a whole tensor, as in a checkpoint of DDP" in said[0]
@@ -271,6 +275,7 @@ def averaged_before(mesh):
     return said, furthest(models[1].parameters(), models[0].parameters())
 
 
+@pytest.mark.long
 def test_an_average_that_was_made_before_the_wrap_is_wrapped_too(two):
     for said, far in two["averaged_before"]:
         assert MIXED in said[0]
@@ -308,6 +313,7 @@ def penalised(mesh):
     return found
 
 
+@pytest.mark.long
 def test_a_penalty_between_shards_is_written_out_or_computed_inside_unsharded(two):
     """torch's losses of two DTensors give a gradient as many times too large as there are ranks."""
     for found in two["penalised"]:

@@ -83,6 +83,7 @@ def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, fol
     assert (path.read_text(), sorted(folder.iterdir())) == before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to tell a reused pid")
 @pytest.mark.parametrize("how", ["gone", "reused", "zombie"])
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, trains, folder):

@@ -133,6 +133,7 @@ def test_two_ranks_train_the_adapters_that_peft_trains_on_one_process(kind, two_
     assert stored == {(torch.bfloat16, False, True), (torch.float32, True, True)}
 
 
+@pytest.mark.long
 def test_adapters_begin_as_peft_begins_them(two_ranks):
     before = two_ranks[1]["qwen2.5"][0]
     for name, p in before.items():
@@ -140,6 +141,7 @@ def test_adapters_begin_as_peft_begins_them(two_ranks):
         assert (not p.any()) if ".lora_B." in name else (0.8 * bound < p.abs().max() <= bound), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal(kind, two_ranks):
     folder, told = two_ranks
@@ -245,6 +247,7 @@ def test_a_run_of_a_mixture_is_resumed_bit_equal_exported_and_merged(kind, tune,
     assert (merged - adapted).abs().max() < 0.2 * before  # but for the rounding to bf16
 
 
+@pytest.mark.long
 def test_tied_modules_are_trained_whole_resumed_bit_equal_and_opened_by_peft(tune, qwen, tmp_path, capfd):
     usual = *LORA, "--lora-modules-to-save", "lm_head", "embed_tokens", "--lr", "1e-2", "--steps", 4, "--eval-every", 2
     usual += "--log-every", 1
@@ -268,6 +271,7 @@ def test_tied_modules_are_trained_whole_resumed_bit_equal_and_opened_by_peft(tun
     refused(2, words, tune("--steps", 1, *LORA, "--lora-modules-to-save", "classifier"))
 
 
+@pytest.mark.long
 def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
     usual = "--lora", 4, "--lora-rslora", "--lora-modules-to-save", "norm", "--lr", "1e-2", "--eval-every", 9
     first = fine(tune(*usual, "--steps", 3, "--export", "out"))
@@ -287,6 +291,7 @@ def test_training_goes_on_from_adapters_that_a_run_exported(tune, tmp_path):
     refused(2, "--adapter out: not with --random: the adapters belong to", tune("--adapter", "out", "--random"))
 
 
+@pytest.mark.long
 def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
     torch.manual_seed(1)
     settings = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", lora_dropout=0.1, use_rslora=True,
@@ -318,6 +323,7 @@ def test_training_goes_on_from_adapters_that_peft_wrote(tune, qwen, tmp_path):
     refused(2, "--adapter theirs: adapter_config.json: is a pipe or device", tune("--adapter", "theirs"))
 
 
+@pytest.mark.long
 def test_what_cannot_be_adapted_is_named_and_what_can(tune, tmp_path):
     words = "--lora-targets experts: the model has no experts that are stacked in one tensor; leave it out"
     refused(2, words, tune("--steps", 1, *LORA, "--lora-targets", "experts"))
@@ -375,6 +381,7 @@ def test_every_causal_class_has_adapters_that_peft_opens_or_is_refused_in_one_se
     assert not odd and len([each for each in attached if each[1] == "all-linear"]) > 0.85 * len(FAMILIES)
 
 
+@pytest.mark.long
 def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune):
     done = fine(tune("--steps", 1, *LORA, "--lora-targets", "q_proj", "layers.1.mlp.up_proj", "--export", "out"))
     assert "LoRA of rank 4 beside q_proj, up_proj: 832 parameters" in done.out, done.err
@@ -403,6 +410,7 @@ def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qw
     refused(4, words, later(capfd, "a", "never", "--model", qwen, "--merge"))
 
 
+@pytest.mark.long
 def test_gradients_of_frozen_weights_are_not_counted(qwen):
     model = blank_model(str(qwen), 0.5)
     for module in model.modules():

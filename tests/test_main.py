@@ -157,6 +157,7 @@ def test_a_system_flag_does_not_change_the_loss(case, plain, trains):
     assert other.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
+@pytest.mark.long
 def test_bf16_runs_and_stays_near_fp32(train, trains):
     exact = train("--log-every", 1)
     half = trains("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--adam-dtype", "bf16", "--log-every", 1)
@@ -170,6 +171,7 @@ def test_overfit_learns_its_batch(trains):
     assert done.row["loss"] < done.losses[0] / 2
 
 
+@pytest.mark.long
 def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
     quiet = train()
     v = train("-v")

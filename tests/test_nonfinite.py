@@ -217,12 +217,14 @@ def on_two_ranks():
     return spawn(2, [nan_on_rank_1, norms_apart])
 
 
+@pytest.mark.long
 def test_replicas_decide_alike_whatever_norm_each_has_computed(on_two_ranks):
     one, other = on_two_ranks["norms_apart"]
     assert [(f"{norm:.1f}", bad) for norm, bad, _ in one] == [("0.6", 0), ("1.1", 1), ("nan", 1), ("nan", 1)]
     assert repr(one) == repr(other)
 
 
+@pytest.mark.long
 def test_what_one_rank_has_all_refuse(on_two_ranks):
     one, other = on_two_ranks["nan_on_rank_1"]
     assert repr([told for told, _, _ in one.values()]) == repr([told for told, _, _ in other.values()])

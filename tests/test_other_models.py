@@ -164,6 +164,7 @@ def many():
     return run([rest, generated])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, how", [case for case in CASES if case[0] in QUICK])
 def test_a_model_trains_as_in_one_process(few, name, how):
     check_row(few["quick"], name, how)

@@ -270,6 +270,7 @@ def test_a_norm_starts_and_is_waited_for_with_the_head_beside_it(mesh_of):
     assert head.start + head.gap == norm.start + norm.gap == block.start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "both"])
 def test_ranks_with_batches_of_other_shapes_start_their_collectives_in_the_same_order(mesh_of, remat):
     """Each rank compiles for its own shapes, and the peak, off which a collective is moved, lies elsewhere."""

@@ -105,6 +105,7 @@ def test_flex_runs_once_per_block_and_keeps_no_matrix_of_scores(remat, flex_on_c
     assert ops.largest < seqlen * seqlen
 
 
+@pytest.mark.long
 def test_a_compiled_attention_kernel_runs_once_per_block_also_under_remat(monkeypatch):
     """An Inductor kernel within an eager checkpoint is one opaque call, and the FLOPs say that it is not made again."""
 

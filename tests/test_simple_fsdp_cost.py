@@ -56,6 +56,7 @@ QUIET = dict(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["new", "used"])
 def test_property_7_no_collective_outside_forward_and_backward(fake, when):
     model, loud = data_parallel(All(), fake(4)), {}

@@ -352,6 +352,7 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     assert "sesame" not in done.out + done.err
 
 
+@pytest.mark.long
 def test_wandb_online_without_a_login_or_a_server_is_a_warning(tmp_path):
     pytest.importorskip("wandb")
     code = OFFLINE.replace('"offline"', '"online"')

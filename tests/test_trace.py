@@ -69,6 +69,7 @@ def test_an_eager_step_has_phases_and_in_them_units(traced, argv):
     assert traced(*argv) == STEP
 
 
+@pytest.mark.long
 def test_micro_batches_are_ranges_one_after_the_other(traced):
     assert traced("--grad-accum", 2, "--batch", 1) == STEP[:-1] * 2 + STEP[-1:]
 

@@ -97,6 +97,7 @@ def test_a_checkpoint_without_an_id_and_one_from_elsewhere_begin_a_run_in_wandb(
     assert wandb.named["id"] == "newer"
 
 
+@pytest.mark.long
 def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(trains, wandb):
     trains("--save", "a", *ONLINE, "--steps", 2)
     wandb.breaks = "init"
@@ -104,6 +105,7 @@ def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(trains, w
     assert done.err.count("warning: wandb: ") == 1 and told("a/step-00000003") == "new"
 
 
+@pytest.mark.long
 def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(trains, wandb):
     argv = "--save", "a", *ONLINE, "--steps"
     trains(*argv, 2)
@@ -125,6 +127,7 @@ def command(sweep, values):
     return [*itertools.chain(*words)]
 
 
+@pytest.mark.long
 def test_every_value_of_the_sweep_is_a_flag_of_main():
     sweep = sweep_yaml()
     choices = {name: each.get("values") or [each["min"], each["max"]] for name, each in sweep["parameters"].items()}
@@ -266,6 +269,7 @@ def test_trackers_that_hang_at_the_end_are_waited_for_together(tmp_path, capsys,
     assert len(warnings_of(capsys)) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", ["init", "finish"])
 def test_a_slow_trackio_swallows_no_line_of_the_run_but_its_own(trains, monkeypatch, slow):
     """What mutes trackio must not mute the main thread, which goes on without it."""
@@ -293,7 +297,7 @@ def test_a_slow_trackio_swallows_no_line_of_the_run_but_its_own(trains, monkeypa
             if thread.name == "tracker":
                 thread.join()
     assert sys.stdout is before
-    assert "no answer for 0.5 s" in done.err
+    assert "no answer for 0.5" in done.err  # seconds, by the clock: 0.51 on a busy machine
     heads = [line.split()[0] for line in done.out.splitlines() if line.strip()]
     assert {"attention:", "row", "outcome", "draw"} <= {*heads} and heads.count("step") >= 6, done.out
     assert "line of trackio" not in done.out

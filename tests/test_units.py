@@ -144,6 +144,7 @@ def reentrant(mesh):
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.long
 def test_reentrant_checkpoints_give_the_gradients_of_none(two):
     assert max(two["reentrant"]) < 1e-7
 
@@ -205,6 +206,7 @@ def two():
     return spawn(2, [broken, answers, reentrant])
 
 
+@pytest.mark.long
 def test_graph_breaks_give_the_gradients_of_eager_mode_by_no_more_gathers(two):
     for difference, compiled, eager in two["broken"]:
         assert difference < 1e-6
@@ -257,6 +259,7 @@ def answers(mesh):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_dtype_that_a_running_model_asks_itself_for_is_right_or_an_error_with_the_cure(fake, two, ranks):
     for found in two["answers"] if ranks == 2 else [answers(fake(1))]:

@@ -27,6 +27,7 @@ from trainer.checkpoint.manifest import CheckpointError
 pytestmark = pytest.mark.usefixtures("isolated")
 
 
+@pytest.mark.long
 def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(trains, exported, saved_run, tmp_path):
     straight = parameters(saved_run / "step-00000006")
     for form, path in exported.items():  # a learning rate that changes no bit
