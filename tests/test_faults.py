@@ -449,10 +449,11 @@ def test_a_failed_compilation_names_the_cache_to_delete_to_people_and_no_path_to
     assert str(tmp_path) not in errors.outcome_of(RuntimeError("no compiler"), SimpleNamespace()).line
 
 
-def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command():
-    text = f"CppCompileError: C++ compile error Command: g++ {'-D A ' * 999} fatal error: No space left on device"
+@pytest.mark.parametrize("full", ["No space left on device", "Disk quota exceeded"])
+def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command(full):
+    text = f"CppCompileError: C++ compile error Command: g++ {'-D A ' * 999} fatal error: {full}"
     end = errors.outcome_of(RuntimeError(text), SimpleNamespace())
-    assert end.text.endswith("; No space left on device")
+    assert end.text.endswith(f"; {full}")
     assert "or name another in TMPDIR" in end.line
     assert "delete" not in end.line
     assert len(end.line) < 1000

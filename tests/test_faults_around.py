@@ -4,6 +4,8 @@
 """
 
 import ast
+import errno
+import fcntl
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import sys
 import threading
 import typing
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -101,6 +104,40 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     assert "is built again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "before", "after"), [
+    ("dataset_info.json", '"num_examples": 2', '"num_examples": 1'), ("seal", None, None),
+])  # fmt: skip
+def test_what_a_cache_says_of_its_examples_is_checked_as_they_are(name, before, after, tmp_path, tokenizer, capsys):
+    """Fewer of them were trained on in silence, or a checkpoint's data were taken for other data."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"text": "What is kept"}\n{"text": "in a cache?"}\n')
+    make = partial(examples.tokenised, [data], tokenizer("qwen2.5"), examples.Rules(), cache=str(tmp_path / "cache"))
+    right = make()
+    [path] = (tmp_path / "cache").rglob(name)
+    held = path.read_text()
+    path.write_text(held.replace(before or held[:1], after or f"{held[0] == '0':d}", 1))
+    assert path.read_text() != held
+    again = make()
+    assert (again.sizes.tolist(), again.digest) == (right.sizes.tolist(), right.digest)
+    assert "is built again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ESTALE, errno.EIO])
+def test_a_cache_on_a_file_system_that_fails_to_lock_is_not_used(error, tmp_path, tokenizer, monkeypatch, capsys):
+    right = tokens(tmp_path, tokenizer("qwen2.5"), cache=str(tmp_path / "other"))
+    flock = fcntl.flock
+
+    def fails_there(file, how):
+        if f"{tmp_path}/cache/" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(error, os.strerror(error))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", fails_there)
+    assert tokens(tmp_path, tokenizer("qwen2.5"), cache=str(tmp_path / "cache")) == right
+    told = f"cache: {tmp_path}/cache: OSError: [Errno {error}] {os.strerror(error)}"
+    assert f"{told}; every process tokenises the data for itself" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["*.arrow", "dataset_info.json", "seal"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_a_pipe_or_device_in_a_cache_is_not_read_for_ever(kind, name, tmp_path, tokenizer, capsys):
@@ -111,6 +148,16 @@ def test_a_pipe_or_device_in_a_cache_is_not_read_for_ever(kind, name, tmp_path, 
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     assert tokens(tmp_path, tokenizer("qwen2.5"), cache=str(cache)) == right
     assert "is built again" in capsys.readouterr().out
+
+
+def test_a_pipe_in_place_of_a_caches_folder_is_not_opened(tmp_path, tokenizer, capsys):
+    cache = tmp_path / "cache"
+    right = tokens(tmp_path, tokenizer("qwen2.5"), cache=str(cache))
+    [folder] = filter(Path.is_dir, cache.iterdir())
+    shutil.rmtree(folder)
+    os.mkfifo(folder)
+    assert tokens(tmp_path, tokenizer("qwen2.5"), cache=str(cache)) == right
+    assert "is a pipe or device" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -272,6 +319,20 @@ def test_a_folder_that_was_replaced_is_noticed_and_one_that_was_moved_back_is_no
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
     fails(train("--save", full / "run"), 4, f"{full}/run/lock: No space left on device")
     assert not (full / "run/lock").exists(), "an empty one would be waited for"
+
+
+def test_a_quota_that_is_told_of_when_a_lock_is_synced_leaves_none(train, tmp_path, monkeypatch):
+    """As NFS does."""
+    sync = os.fsync
+
+    def fails_there(file):
+        if os.readlink(f"/proc/self/fd/{file}").endswith("/lock"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fails_there)
+    fails(train("--save", "run"), 4, "run/lock: Disk quota exceeded; free some space, or name a directory")
+    assert not (tmp_path / "run/lock").exists(), "it would be waited for"
 
 
 @pytest.mark.long

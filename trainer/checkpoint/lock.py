@@ -132,7 +132,8 @@ def _create(path: str, text: str) -> None:
         try:
             file.write(text)
             file.flush()
-        except OSError:  # a full disk; an empty lock would be waited for
+            os.fsync(file.fileno())  # NFS tells of a full disk or quota here
+        except OSError:  # an empty lock would be waited for
             os.unlink(path)
             raise
 

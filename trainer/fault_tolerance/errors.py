@@ -36,6 +36,7 @@ LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")
 COMPILER = re.compile(
     r"CppCompileError|\.so: |Failed to import \S+\.py\b|'torch\._inductor\.runtime\.compile_tasks\."
 )
+FULL = re.compile("No space left on device|Disk quota exceeded")
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init", eval="evaluation")
 
 
@@ -119,9 +120,11 @@ def outcome_of(
     text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
     # Perhaps behind a compiler's command of a thousand characters.
-    if "No space left" in str(error):
-        text += "; No space left on device"
-        line += f"; No space left on device: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
+    if full := FULL.search(str(error)):
+        text += f"; {full[0]}"
+        line += (
+            f"; {full[0]}: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
+        )
     elif COMPILER.search(str(error)):
         # A killed compiler leaves half a library, with which each later run fails.
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the rules by which examples are made: a change of them needs another number.
-FORMAT = 15
+FORMAT = 16
 # Numbers of a file and of a line in it, an example of the line or what is wrong with it, notes for people.
 Waiting = tuple[int, int, Example | BadLine, list[str]]
 CHUNK = 256  # examples that are tokenised together
@@ -425,9 +425,12 @@ def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
 
 
 def _seal(folder: Path, digest: str) -> str:
-    """What the file beside the Arrow files of a folder holds if they are as they were written."""
-    crc = zlib.crc32(folder.name.encode())  # finds accidents, at twice the speed of a digest
-    for file in sorted(folder.rglob("*.arrow")):
+    """What the file beside those of `datasets` in a folder holds if they and the digest are as they were written."""
+    crc = zlib.crc32(
+        f"{folder.name} {digest}".encode()
+    )  # finds accidents, at twice the speed of a digest
+    # The second kind says how many examples are in the first.
+    for file in sorted([*folder.rglob("*.arrow"), *folder.rglob("dataset_info.json")]):
         with open(file, "rb") as opened:
             while content := opened.read(1 << 20):
                 crc = zlib.crc32(content, crc)
@@ -436,7 +439,7 @@ def _seal(folder: Path, digest: str) -> str:
 
 def _cached(folder: Path, encoder: Encoder, flag: str) -> Tokenised:
     """The examples in a folder of the cache, made again if they are not as they were written."""
-    seal = folder / "seal"
+    seal = regular(folder) / "seal"
     if folder.exists():
         with suppress(Exception):  # whatever strange bytes lead to
             for path in folder.rglob("*"):
