@@ -258,6 +258,12 @@ class Run:
             # The next step reads the times of ranks from the exchange before it, which is this one.
             cpu_s=self.step_cpu_s,
         )
+        self._compare_ranks()
+
+    def _compare_ranks(self) -> None:
+        """Names a slow rank by the times that the last exchange has told."""
+        if line := self.stragglers.add(self.control.cpu_s, self.control.cpu_step):
+            self.say(line)
 
     @contextmanager
     def training(self, step: Step, train_step: Callable[..., Tensor]) -> Iterator[Callable]:
@@ -298,8 +304,7 @@ class Run:
             failed = self.saver.failed()
             if self.control.exchange(k, self.finite.norm, failed, problem, self.step_cpu_s):
                 self.saver.wait()  # it failed on all
-            if line := self.stragglers.add(self.control.cpu_s, self.control.cpu_step):
-                self.say(line)
+            self._compare_ranks()
             began = time.thread_time()
             yield
             # The first step compiles.
