@@ -87,12 +87,12 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
     loss = step.average(loss)
     with torch.no_grad():
         if step.compiled_update is not None:
-            norm, refused = step.compiled_update(grads, loss)
+            norm, skip = step.compiled_update(grads, loss)
         else:
             norm = step.gradient_norm(grads)
-            refused = step.refused(loss, norm)
-            step.optimizer.step(step.clipped(grads, norm), refused)
-    step.grad_norm, step.skipped = norm, refused
+            skip = step.skip_update(loss, norm)
+            step.optimizer.step(step.clipped(grads, norm), skip)
+    step.grad_norm, step.skipped = norm, skip
     return loss
 
 
@@ -146,9 +146,9 @@ def main(
         optimizer = make_optimizer(config, model, mesh)
         run.stages.add("optimizer")
 
-        # Compile: says what train_step's calls run, by --compile; the first step compiles.
-        norms = run.log_norms if config.verbose > 1 else None
-        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
+        # Step: the object whose methods train_step calls, by --compile; torch compiles in the first step.
+        norms_callback = run.log_norms if config.verbose > 1 else None
+        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms_callback)
         step.dynamic = config.pad == "longest"
         run.check_equal_weights(model)
 

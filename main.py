@@ -61,7 +61,7 @@ from trainer.step import Step
 def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
     """One optimizer step. tokens, targets [B, T] -> the loss of the whole batch, averaged over all ranks. inputs: more
     of the batch by name, which model.py has none of."""
-    # --compile step: nothing below runs. `OneGraph.whole` of trainer/step.py does all of it in one graph.
+    # --compile step: nothing below runs. `OneGraph.step_graph` of trainer/step.py does all of it in one graph.
     if step.whole_step is not None:
         return step.whole_step(tokens, targets, **inputs)
 
@@ -76,32 +76,36 @@ def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) ->
         for x, y, extra in step.micro_batches(tokens, targets, inputs):  # [b, T]
             # Model and loss; each block's parameters are gathered before it runs and dropped after it.
             # --compile fwdbwd: one graph of `Step.micro_batch_loss`, of which the compiler makes backward as another.
+            # model and blocks: only the model, or each of its blocks, is compiled. none: nothing is.
             micro_loss = step.forward(x, y, divisor, **extra)
             # The gradients, sharded as the parameters are: each block's are reduced, and so averaged over ranks,
-            # as soon as they are there. Summed over micro-batches in fp32 (FSDP2 and DDP: in .grad).
+            # as soon as they are there. Summed over micro-batches in fp32. (--wrapper fsdp2 and ddp: torch sums them in
+            # .grad, and grads stay empty; `TorchWrapperStep` of trainer/parallelize.py.)
             grads = step.accumulate(grads, step.backward(micro_loss, params))
             loss = loss + micro_loss.detach()
 
-    # What --accum-sync has left to reduce at the end, usually nothing; under FSDP2 and DDP: taken from .grad.
-    # Then grads are those of the whole batch.
+    # What --accum-sync has left to reduce at the end, usually nothing. (--wrapper fsdp2 and ddp: grads come from .grad
+    # here.) Then grads are those of the whole batch.
     grads = step.reduce(grads)
     loss = step.average(loss)
     with torch.no_grad():
-        # On CUDA with --compile fwdbwd, but for adamw8bit, the lines below `else` do not run: `Step.update` of
-        # trainer/step.py, compiled, does the same. Who changes one changes both.
+        # On CUDA with --compile fwdbwd the lines below `else` do not run: `Step.update` of trainer/step.py, compiled,
+        # does the same. (Not with adamw8bit, which torchao compiles; `training_step` of trainer/parallelize.py.)
+        # These lines stand four times: here, in finetune.py, in `Step.__call__` and in `Step.update`. Change all four;
+        # tests/test_house.py compares them.
         if step.compiled_update is not None:
-            norm, refused = step.compiled_update(grads, loss)
+            norm, skip = step.compiled_update(grads, loss)
         else:
             # Of the whole gradient: an all-reduce of the shards' squares.
             norm = step.gradient_norm(grads)
             # 1.0 if loss or norm is not finite, the norm 0 (as without labels) or above --norm-limit; else 0.0. It
-            # stays on the device, where the optimizer reads it (adamw8bit: on the host, which waits). Refused, the
-            # update changes nothing, to the bit.
-            refused = step.refused(loss, norm)
+            # stays on the device, where the optimizer reads it (adamw8bit: on the host, which waits). With 1.0 the
+            # optimizer changes nothing, to the bit.
+            skip = step.skip_update(loss, norm)
             # --clip; then each rank updates its shards.
-            step.optimizer.step(step.clipped(grads, norm), refused)
-    # For the log, and for what --nonfinite does about a refusal.
-    step.grad_norm, step.skipped = norm, refused
+            step.optimizer.step(step.clipped(grads, norm), skip)
+    # For the log, and for what --nonfinite does about a skipped update.
+    step.grad_norm, step.skipped = norm, skip
     return loss
 
 
@@ -110,12 +114,13 @@ def main(
 ) -> int:
     """One run of the flags; returns its exit code. On an error or a signal `run` ends it: a line, a row, a save."""
     with Run(config, check, rank, local_rank, world, progress) as run:
-        # Flags: every one has a value now. Simulated ranks count.
+        # Flags: every one has a value now. --world: `world` is the number of simulated ranks.
         config = run.config
         device = run.device
         world = run.world
 
-        # Data: each rank takes its rows of the same global batches. A checkpoint to resume from must be of the same.
+        # Data: each rank takes its rows of the same global batches. `find_checkpoint` below refuses other data than
+        # those with which the checkpoint was trained.
         data = Batches(
             config.data,
             global_batch=config.effective_batch,
@@ -148,9 +153,10 @@ def main(
         optimizer = make_optimizer(config, model, mesh)
         run.stages.add("optimizer")
 
-        # Compile: says what train_step's calls run, by --compile; the first step compiles.
-        norms = run.log_norms if config.verbose > 1 else None
-        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms)
+        # Step: the object whose methods train_step calls. Here --compile and --wrapper decide what they run; torch
+        # compiles in the first step. norms_callback (-vv): called with the parameters and gradients of each step.
+        norms_callback = run.log_norms if config.verbose > 1 else None
+        step = training_step(config, model, optimizer, mesh, run.check_for_stop, norms_callback)
         run.check_equal_weights(model)
         if config.init is not None:
             initialise(config, model, run.resume_point, run.group)
@@ -164,7 +170,7 @@ def main(
                 with run.timed(k):
                     tokens, targets, inputs = run.next_batch()  # [B, T]
                     loss = step_fn(tokens, targets, **inputs)
-                run.log_step(k, loss, lr)  # ends the run, or warns, if the update was refused
+                run.log_step(k, loss, lr)  # ends the run, or warns, if the update was skipped
                 run.evaluate_if_due(k)
                 run.save_if_due(k)
     return run.code

@@ -17,6 +17,7 @@ from without_code import WithoutCode
 
 import model as model_file
 from model import ModelConfig, Transformer
+from simple_fsdp import data_parallel
 from trainer import step_costs
 from trainer.finetuning.model import HuggingFaceModel
 from trainer.measuring import flops
@@ -199,6 +200,14 @@ def test_blocks_of_a_model_without_any_are_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="--compile blocks: the model has no repeated blocks"):
         make_step("blocks", model, AdamW(model.parameters(), 1e-3))
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+def test_a_step_of_a_model_on_several_ranks_needs_the_mesh(mode, mesh_of):
+    """Without it the loss would be that of this rank alone."""
+    model = data_parallel(nn.Linear(2, 2), mesh_of(2), mode)
+    with pytest.raises(ValueError, match="mesh: is None, but the parameters are DTensors on several ranks"):
+        make_step("none", model, AdamW(model.parameters(), 1e-3))
 
 
 class Windows(nn.Module):

@@ -197,7 +197,7 @@ def test_where_logits_are_more_than_the_product_of_the_head_the_loss_is_full(fam
     folder = saved(family, tmp_path / "model")
     done = fine(tune("--steps", 2, "--eval-every", 1, "--results", tmp_path / "r.jsonl", model=folder))
     assert "--loss full: the logits of" in done.out and rows_of(tmp_path / "r.jsonl")[-1]["loss_kind"] == "full"
-    refused(1, "use --loss full", tune("--steps", 1, "--loss", "chunked", model=folder))
+    refused(2, "use --loss full", tune("--steps", 1, "--loss", "chunked", model=folder))
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ packages share therefore lies below both. Tests, examples and scripts are no par
 
 import ast
 import sys
+import textwrap
 import tomllib
 
 import pytest
@@ -143,7 +144,7 @@ def test_nothing_imports_a_program(name):
 
 
 def test_both_programs_and_the_class_of_steps_have_the_same_step():
-    """main.py and finetune.py show the step that Step.__call__ is for all others."""
+    """main.py and finetune.py show the step that Step.__call__ is for all others. Step.update is the end of it."""
 
     def statements(body, title):
         (node,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == title)
@@ -154,6 +155,9 @@ def test_both_programs_and_the_class_of_steps_have_the_same_step():
     assert "step.optimizer.step(" in expected
     for program in ("main", "finetune"):
         assert statements(TREES[program].body, "train_step") == expected, program
+    update, _, returned = statements(steps.body, "update").rpartition("\n")
+    shown = textwrap.dedent(expected.partition("else:\n")[2].rpartition("\n")[0].rpartition("\n")[0])
+    assert update == shown.strip() and returned == "return (norm, skip)"
 
 
 def _works(node):

@@ -159,7 +159,7 @@ def test_so_does_a_gpu(argv, poison):
 ])  # fmt: skip
 def test_loss_and_norm_decide_together_and_the_limit_of_the_norm_with_them(loss, norm, limit, bad):
     step = Step(torch.nn.Identity(), AdamW([torch.nn.Parameter(torch.ones(2))], 0.1), norm_limit=limit)
-    told = step.refused(torch.tensor(loss), torch.tensor(norm))
+    told = step.skip_update(torch.tensor(loss), torch.tensor(norm))
     assert told.dtype == torch.float32
     assert told.item() == bad
 

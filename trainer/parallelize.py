@@ -97,7 +97,7 @@ def wrap(model: nn.Module, config: flags.Config, mesh: dist.DeviceMesh | None) -
         fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))
 
 
-class HookedStep(Step):
+class TorchWrapperStep(Step):
     """The step under FSDP2 and DDP, which communicate in backward's hooks and leave gradients in `.grad`."""
 
     def __init__(
@@ -126,15 +126,15 @@ class HookedStep(Step):
             )
             self.loss_outside_model = True
         if config.wrapper == "ddp":
-            self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            self.run_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if config.reduce_dtype == "bf16":
-                self.call.register_comm_hook(None, bf16_compress_hook)
+                self.run_model.register_comm_hook(None, bf16_compress_hook)
 
     def micro_batches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
     ) -> Iterator[tuple]:
         """As Step's; whether backward of each reduces gradients is said before it."""
-        ddp = isinstance(self.call, DistributedDataParallel)
+        ddp = isinstance(self.run_model, DistributedDataParallel)
         for i, micro_batch in enumerate(super().micro_batches(tokens, targets, inputs)):
             last = i == self.grad_accum - 1
             reduces = last or self.accum_sync != "last"
@@ -142,7 +142,7 @@ class HookedStep(Step):
                 self.model.set_requires_all_reduce(last)
             elif not ddp:
                 self.model.set_requires_gradient_sync(reduces)
-            with self.call.no_sync() if ddp and not reduces else nullcontext():
+            with self.run_model.no_sync() if ddp and not reduces else nullcontext():
                 yield micro_batch
 
     def forward(self, tokens: Tensor, targets: Tensor, divisor: Tensor, **inputs: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def training_step(
         on_gradients=on_gradients,
     )
     if config.wrapper in ("fsdp2", "ddp"):
-        return HookedStep(config, model, optimizer, **kwargs)
+        return TorchWrapperStep(config, model, optimizer, **kwargs)
     compiles_itself = config.optimizer == "adamw8bit"  # torchao compiles its update itself
     how = dict(ahead=config.ahead, compiled_update=False if compiles_itself else compiled_update)
     return make_step(config.compile, model, optimizer, **how, **kwargs)

@@ -1,12 +1,14 @@
 """One training step, in every compile mode: (tokens, targets) -> the loss of the whole batch, averaged over all ranks.
 
-    step = make_step("fwdbwd", model, AdamW(model.parameters(), lr=3e-4), grad_accum=2, clip=1.0, chunk=2048)
-    loss = step(tokens, targets)              # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
-    step.grad_norm, step.skipped              # before clipping; 1.0: 0, not finite or above norm_limit: no update
+    optimizer = AdamW(model.parameters(), lr=3e-4)      # model: of data_parallel(model, mesh), or plain and mesh=None
+    step = make_step("fwdbwd", model, optimizer, mesh=mesh, grad_accum=2, clip=1.0, chunk=2048)
+    loss = step(tokens, targets)        # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
+    step.grad_norm                      # of the whole gradient, before clipping
+    step.skipped                        # 1.0: no update: loss or norm is not finite, or the norm 0 or above norm_limit
 
 A micro-batch's loss is the sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
-Loss and norm are those of all ranks, so that all refuse the same updates. Everything stays on the device; reading the
+Loss and norm are those of all ranks, so that all skip the same updates. Everything stays on the device; reading the
 loss, the norm or `skipped` is the only host sync (AdamW8bit reads it).
 """
 
@@ -31,7 +33,7 @@ from trainer.optimizer import AdamW, local
 from trainer.terminal.text import did_you_mean
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
-# Inductor's own buckets, of what neighbours in a graph send.
+# Options by which Inductor puts all collectives of one kind in a graph into buckets: for accum_sync="last".
 BUCKETS = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")}
 CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuBLAS, cuDNN and NCCL
 
@@ -156,9 +158,9 @@ class UnshardedParameters:
 
 class Step:
     """The step of every mode. train_step of main.py has its parts in the order in which they run; here `__call__` has.
-    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). check_for_stop: called between
-    micro-batches; it may raise, to end the step with nothing changed. on_gradients: called with (parameters, the local
-    shards of their gradients) before each update. The others as make_step's.
+    model: the module whose parameters train; `run_model` runs it (compiled, or inside DDP). check_for_stop: called
+    between micro-batches; it may raise, to end the step with nothing changed. on_gradients: called with (parameters,
+    the local shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}.
     whole_step: what runs in place of the parts in mode "step", of class OneGraph; else None. compiled_update: `update`,
     compiled, in mode "fwdbwd" on CUDA; else None, and its parts are called."""
@@ -183,7 +185,7 @@ class Step:
         on_gradients: Callable[[list, list], Any] | None = None,
     ):
         self.model = model
-        self.call = model
+        self.run_model = model
         self.optimizer = optimizer
         self.grad_accum = grad_accum
         self.clip = clip
@@ -206,14 +208,26 @@ class Step:
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn = self.micro_batch_loss
         self.shard_groups = [shard_group(p) for p in optimizer.params]
+        if mesh is None and any(
+            isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in optimizer.params
+        ):
+            raise ValueError(
+                "mesh: is None, but the parameters are DTensors on several ranks, whose loss would not be averaged; "
+                "pass the mesh of data_parallel"
+            )
         groups = {
             None if group is None else group[0].get_group(group[1]).group_name
             for group in self.shard_groups
         }
         dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
-        self.replicated = [dim for dim in dims if groups != {mesh.get_group(dim).group_name}]
+        # Dimensions of the mesh over which not all parameters are sharded.
+        self.replicated_mesh_dims = [
+            dim for dim in dims if groups != {mesh.get_group(dim).group_name}
+        ]
         self.grad_norm = self.skipped = None  # until the first step
-        self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
+        # "fwd", "bwd" (reducing counts as that) or "step" (the update; in mode "step" all of it): for the message when
+        # memory runs out.
+        self.phase = "fwd"
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
         self.dynamic = False  # whether batches differ in T: one graph for all, from the first on
 
@@ -238,8 +252,8 @@ class Step:
         """tokens, targets [b, T] of a micro-batch -> its part of the loss: the sum over its labels / `divisor`. The one
         function that --compile fwdbwd compiles for forward, and with it backward."""
         if self.loss_outside_model and not self.chunk:
-            return self.cross_entropy(self.call(tokens, **inputs), targets) / divisor
-        return self.call(tokens, targets, self.chunk, **inputs) / divisor
+            return self.cross_entropy(self.run_model(tokens, **inputs), targets) / divisor
+        return self.run_model(tokens, targets, self.chunk, **inputs) / divisor
 
     def micro_batches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -251,13 +265,14 @@ class Step:
             if i:
                 self.check_for_stop()
             yield (
-                self.marked(x),
-                self.marked(y),
-                {name: self.marked(part[i]) for name, part in parts.items()},
+                self.mark_length_dynamic(x),
+                self.mark_length_dynamic(y),
+                {name: self.mark_length_dynamic(part[i]) for name, part in parts.items()},
             )
 
-    def marked(self, t: Tensor) -> Tensor:
-        """[B, T], told to the compiler."""
+    def mark_length_dynamic(self, t: Tensor) -> Tensor:
+        """`t` [B, T] itself. Where batches differ in T (`dynamic`) torch.compile is told so and makes one graph for
+        all."""
         if self.dynamic:
             torch._dynamo.maybe_mark_dynamic(t, 1)
         return t
@@ -276,19 +291,19 @@ class Step:
         return self.all_reduce((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
-        """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
-        kernels, and would clip and decide apart. The largest, and not finite if one is not."""
+        """`global_norm`, with the same bits on all ranks. Each replica computes it, perhaps on a device that rounds
+        otherwise, and would then clip and skip differently: all take the largest, or NaN if one is not finite."""
         norm = global_norm(self.shard_groups, grads)
-        if not self.replicated:
+        if not self.replicated_mesh_dims:
             return norm
         norm, broken = self.all_reduce(
-            torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated
+            torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated_mesh_dims
         )
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
 
-    def refused(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """1.0 if a step of this loss and norm is refused: also one whose gradients are all zero, as without labels,
-        which would only decay the weights."""
+    def skip_update(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """1.0 if a step of this loss and norm changes nothing, else 0.0: where one is not finite, the norm above
+        `norm_limit`, or 0, as without labels, where an update would only decay the weights."""
         good = (loss + norm).isfinite() & (norm > 0)
         return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
 
@@ -321,7 +336,8 @@ class Step:
 
     @torch.no_grad()  # with gradients on, to_local() is an autograd function
     def accumulate(self, grads: list[Tensor] | None, new: Sequence[Tensor]) -> list[Tensor]:
-        """The local shards of `new`, of several micro-batches in fp32, added to `grads` of those before."""
+        """`grads` with the local shards of `new` added in place. grads: the sum over the micro-batches before, None at
+        the first. new: of one micro-batch. The sum is in fp32, but of a single micro-batch in the dtype of `new`."""
         new = [local(g) for g in new]
         if self.grad_accum > 1:
             new = [g.float() for g in new]
@@ -332,8 +348,8 @@ class Step:
     @torch.no_grad()
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """The local shards of the step's gradients, averaged over all ranks. Backward has done that, but for
-        accum_sync="last" (all of it is left) and "shards" (left are the replicas). In every mode the phase "step"
-        begins here, and `on_gradients` sees the gradients."""
+        accum_sync="last" (all of it is left) and "shards" (left are the replicas). The phase "step" begins here, and
+        `on_gradients` sees the gradients."""
         if self.unsharded_parameters:
             self.enter("reduce", grads)
             grads = self.unsharded_parameters.reduce_fn(grads)
@@ -352,12 +368,12 @@ class Step:
         return self.all_reduce(loss, "avg")
 
     def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient norm, and whether the update was refused; `loss` is that of all ranks. What `__call__` does
-        after the average of the loss, in one function to compile."""
+        """The gradient norm, and whether the update was skipped; `loss` is that of all ranks. What `__call__` does
+        after the average of the loss, in one function to compile; a test holds the two equal."""
         norm = self.gradient_norm(grads)
-        refused = self.refused(loss, norm)
-        self.optimizer.step(self.clipped(grads, norm), refused)
-        return norm, refused
+        skip = self.skip_update(loss, norm)
+        self.optimizer.step(self.clipped(grads, norm), skip)
+        return norm, skip
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [B, T] -> the loss of the whole batch, averaged over all ranks. inputs: see LanguageModel.
@@ -375,27 +391,28 @@ class Step:
         loss = self.average(loss)
         with torch.no_grad():
             if self.compiled_update is not None:
-                norm, refused = self.compiled_update(grads, loss)
+                norm, skip = self.compiled_update(grads, loss)
             else:
                 norm = self.gradient_norm(grads)
-                refused = self.refused(loss, norm)
-                self.optimizer.step(self.clipped(grads, norm), refused)
-        self.grad_norm, self.skipped = norm, refused
+                skip = self.skip_update(loss, norm)
+                self.optimizer.step(self.clipped(grads, norm), skip)
+        self.grad_norm, self.skipped = norm, skip
         return loss
 
 
 class OneGraph(Step):
-    """--compile step: forward, loss, backward, clipping and AdamW as one graph, compiled at the first call."""
+    """--compile step: forward, loss, backward, clipping and the optimizer as one graph, compiled at the first call."""
 
     def __init__(self, *args, options=None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graph = torch.compile(self.whole, fullgraph=True, options=options)
-        self.compiled["step"] = self.whole, options
+        self.graph = torch.compile(self.step_graph, fullgraph=True, options=options)
+        self.compiled["step"] = self.step_graph, options
         self.phase = "step"
 
-    def whole(
+    def step_graph(
         self, tokens: Tensor, targets: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, targets [B, T] -> the loss, the gradient norm, whether the update was skipped. What is compiled."""
         divisor = self.loss_divisor(targets)
         loss = self.micro_batch_loss(tokens, targets, divisor, **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
@@ -405,8 +422,8 @@ class OneGraph(Step):
 
     def whole_step(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [B, T] -> the loss of the whole batch."""
-        tokens = self.marked(tokens)
-        targets = self.marked(targets)
+        tokens = self.mark_length_dynamic(tokens)
+        targets = self.mark_length_dynamic(targets)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             loss, self.grad_norm, self.skipped = self.graph(tokens, targets, **inputs)
         return loss
@@ -503,11 +520,11 @@ def make_step(
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
     the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's check_for_stop and on_gradients.
+    norm_limit (a step whose gradient norm is above is skipped; 0: none), and Step's check_for_stop and on_gradients.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
-    compiled_update: in mode fwdbwd; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled,
-    for a minute.
-    ValueError for what mode or torch cannot do."""
+    compiled_update: in mode fwdbwd, whether `Step.update` is compiled. None: on CUDA alone; on a CPU torch's fused
+    AdamW is as fast, and compiling would take a minute. False for an optimizer that cannot be compiled, as AdamW8bit.
+    ValueError for what mode or torch cannot do, and for a sharded model without a mesh."""
     check_mode(mode, options)
     if kwargs.get("on_gradients") is not None and mode == "step":
         raise ValueError("on_gradients: this step has no gradients outside its graph")
@@ -525,6 +542,7 @@ def make_step(
         optimizer.lr.is_cuda if compiled_update is None else compiled_update
     )
     if mode == "step" or compiled_update:
+        # torch.compile fuses lists of operations, not the fused kernel. Muon has an AdamW inside.
         getattr(optimizer, "adamw", optimizer).foreach = True
     options = dict(options or {})
     plain = options.pop("plain", False) or not any(
@@ -549,7 +567,7 @@ def make_step(
         own_options = ({} if plain else BUCKETS) | options
         whole.gather_fn = compiled("gather", whole.gather, own_options)
         whole.reduce_fn = compiled("reduce", whole.reduce, own_options)
-    # Where nothing is gathered they still order a backward for memory.
+    # Also for a model that gathers nothing: the options of overlap.py order backward for memory, too.
     options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
         step.compiled["block"] = blocks[0], options
@@ -558,7 +576,7 @@ def make_step(
         step.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=options)
         step.loss_outside_model = True
     elif mode == "model":
-        step.call = compiled("model", model, options)
+        step.run_model = compiled("model", model, options)
         step.loss_outside_model = True
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.

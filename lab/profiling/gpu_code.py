@@ -285,9 +285,9 @@ def _loaded(name: str, module: types.ModuleType, graph) -> Code:
         nodes = [*getattr(buffer, "origins", ())]
         path = next(
             filter(None, map(collectives.module_of, nodes)), ""
-        )  # L['self'].call.blocks.0.mlp.up
+        )  # L['self'].run_model.blocks.0.mlp.up
         origins[buffer.get_name()] = (
-            re.sub(r"^.*?\bcall\.?", "", path),
+            re.sub(r"^.*?\brun_model\.?", "", path),
             str(nodes[0].target) if nodes else "",
         )
     kernels = {k.name: k for k in vars(module).values() if isinstance(k, Kernel)}

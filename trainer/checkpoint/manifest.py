@@ -32,7 +32,8 @@ class Damaged(CheckpointError):
 
 
 class Refused(ValueError):
-    """A directory for --save that this run cannot use, or that another run uses."""
+    """Flags that this run cannot have, as is seen once it has begun: a folder that another run uses, a loss that the
+    model does not allow. Exit code 2."""
 
 
 def check_directory(path: str, flag: str = "--save") -> None:

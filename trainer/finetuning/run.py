@@ -186,7 +186,7 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
     if not model.plain_head and config.loss != "full":
         why = f"the logits of {type(model.model).__name__} are not its head's product alone"
         if config.loss == "chunked":
-            raise ValueError(f"--loss chunked: {why}; use --loss full")
+            raise Refused(f"--loss chunked: {why}; use --loss full")
         run.step.chunk = 0
         say(f"--loss full: {why}")
     if config.pad == "pack":
