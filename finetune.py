@@ -16,10 +16,14 @@ import os
 import signal
 import sys
 
+from trainer.terminal.output import answering, fail, import_torch, need_packages, put, tell
+
+if __name__ == "__main__":
+    need_packages("finetune.py", "torch", "tyro", "rich", "numpy", "safetensors")
+
 from trainer.distributed.environment import ranks
 from trainer.finetuning import config as finetuning_flags
 from trainer.finetuning.checks import check_at_once
-from trainer.terminal.output import answering, fail, import_torch, put, tell
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import on_ranks
 

@@ -21,10 +21,14 @@ Shapes: B sequences of this rank in a batch, b of them in a micro-batch, T token
 import signal
 import sys
 
+from trainer.terminal.output import import_torch, need_packages, tell
+
+if __name__ == "__main__":
+    need_packages("main.py", "torch", "tyro", "rich", "numpy", "safetensors")
+
 from trainer import config as flags
 from trainer.checks import check, check_at_once, compile_note
 from trainer.distributed.environment import ranks
-from trainer.terminal.output import import_torch, tell
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import on_ranks
 

@@ -98,8 +98,12 @@ def sample(
     # All are written first: ranks that stopped at different ones would wait for each other.
     ends = [i for i in range(prompt_length, len(ids)) if ids[i] in batches.ends]
     written = ids[prompt_length : ends[0] + 1 if ends else None]
+    before, after = batches.readable(ids[:prompt_length]), batches.readable(written)
+    if batches.bytes:  # a line, though text has several, and their indentation
+        before, after = (text.replace("\n", "⏎") for text in (before, after))
+        before = " " * 9 + (before if len(before) < 30 else f"..{before[-24:]}")
     of = "held-out" if batches.held else "training"
     return [
         f"sample   {prompt_length} {batches.unit} of {of} data, then after | {len(written)} that the model wrote:",
-        f"{batches.readable(ids[:prompt_length])}|{batches.readable(written)}",
+        f"{before}|{after}",
     ]

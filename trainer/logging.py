@@ -247,10 +247,14 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     ]
 
 
+def this_python() -> str:
+    """The interpreter of this process, to be typed in this folder, where .venv may not be activated."""
+    return sys.executable.removeprefix(f"{os.getcwd()}/")
+
+
 def page_command(results: Path, run: str | None = None) -> str:
     """The command that writes the rows of a file, or one of its runs, as a page, to be typed in this folder."""
-    python = sys.executable.removeprefix(f"{os.getcwd()}/")
-    return shlex.join([python, "-m", "lab.report", *page_flags(results, run)])
+    return shlex.join([this_python(), "-m", "lab.report", *page_flags(results, run)])
 
 
 def page_flags(results: Path, run: str | None = None) -> list[str]:
@@ -339,11 +343,17 @@ class Sinks:
         if self.rank or not self.results:
             return []
         settings = self.steps.with_suffix(".settings.json")
-        start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        start = [this_python()]
+        if ranks > 1:
+            start = [
+                os.path.join(os.path.dirname(start[0]), "torchrun"),
+                "--nproc-per-node",
+                str(ranks),
+            ]
         lines = [
             f"row      {self.results}",
             f"curve    {self.steps}",
-            f"repeat   {start} {program} --config {shlex.quote(str(settings))}",
+            f"repeat   {shlex.join([*start, program, '--config', str(settings)])}",
         ]
         lines += [f"{kind:<8} {place}" for kind, place in self.trackers.places.items()]
         return [*lines, f"draw it  {page_command(self.results, self.run)}"]

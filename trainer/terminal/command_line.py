@@ -16,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
@@ -97,7 +97,7 @@ def parse_known(
         fail(str(error), 0)
 
 
-def _read(kind: type, argv: Sequence[str], prog: str, description: str, **how: bool) -> Any:
+def _read(kind: type, argv: Sequence[str], prog: str, description: str, **how: Any) -> Any:
     for word in argv:
         try:
             os.fsencode(word)
@@ -106,17 +106,24 @@ def _read(kind: type, argv: Sequence[str], prog: str, description: str, **how: b
             raise ValueError(
                 f"{word}: is no text in {code}, the encoding of this locale; set PYTHONUTF8=1"
             ) from None
-    if {"-h", "--help"} & {*argv}:
-        for group in filter(is_dataclass, (kind, *get_type_hints(kind).values())):
-            _join_help_texts(group)
+    how |= dict(args=argv, prog=prog, description=description, config=(DisallowNone,))
+    if not {"-h", "--help"} & {*argv}:
+        said = io.StringIO()
+        config = None
+        with suppress(SystemExit), redirect_stderr(said):
+            config = tyro.cli(kind, **how)
+        if config is not None:
+            put(said.getvalue(), stream=sys.stderr, end="")
+            return config
+    # It prints help texts, also of flags that a wrong one may mean.
+    for group in filter(is_dataclass, (kind, *get_type_hints(kind).values())):
+        _join_help_texts(group)
     # Tyro repeats a bad word as it is: one with control characters is shown without them, though not in colour.
     printed = io.StringIO()
     odd = any(shown(word) != word for word in argv)
     try:
         with redirect_stderr(printed) if odd else nullcontext():
-            return tyro.cli(
-                kind, args=argv, prog=prog, description=description, config=(DisallowNone,), **how
-            )
+            return tyro.cli(kind, **how)
     finally:
         if odd:
             put(printed.getvalue(), stream=sys.stderr, end="")

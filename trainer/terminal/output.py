@@ -21,6 +21,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -55,6 +56,14 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
         time.sleep(5)
     tell_error(f"error: {message}")
     sys.exit(code)
+
+
+def need_packages(program: str, *names: str) -> None:
+    """Ends the process in one line where this Python lacks a package of those names."""
+    if missing := [name for name in names if not find_spec(name)]:
+        fix = "source .venv/bin/activate (./launch.sh install makes .venv)"
+        rank = os.environ.get("RANK", "0") != "0"
+        fail(f"{program} needs {', '.join(missing)}, which this Python lacks: {fix}", rank)
 
 
 def import_torch(rank: int, debug: bool = False) -> None:
