@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from harness import free_port
 from running import ROOT, TINY, TORCHRUN, fails, ran, read, rows_of
-from saved import steps_in
+from saved import assert_bitwise, contents, steps_in
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.distributed import torchrun
@@ -324,30 +324,77 @@ def test_a_restart_by_torchrun_in_the_first_save_starts_again_and_removes_the_re
     assert steps_in(tmp_path / "run") == [2, 4, 6]
 
 
-KILLED_WHILE_LOADING = """
+KILLED = """
 import os, runpy, signal, sys
-from trainer.checkpoint import load
+from trainer.checkpoint import load, save
 
-reader = load.reader
+owner, name, rank, part = {place}
+original = getattr(owner, name)
 
-def dies(checkpoint):
-    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return reader(checkpoint)
+def dies(*args):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (rank, "0") and part in str(args):
+        for pid in {pids}:
+            os.kill(pid, signal.SIGKILL)
+    return original(*args)
 
-load.reader = dies
+setattr(owner, name, dies)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+LOADS = "load, 'reader', '1', ''"
+RENAMES = "os, 'rename', '0', 'step-00000004'"  # after the manifest
+WRITES = "save, '_write', '1', 'step-00000004'"
+
+
+def killed(folder, place, pids="[os.getpid()]"):
+    """A program before main.py, in which a rank is killed once, at a call: owner, name, rank, a part of its words."""
+    path = folder / "dies.py"
+    path.write_text(KILLED.format(place=place, pids=pids))
+    return path
 
 
 @pytest.mark.slow
 def test_a_restart_by_torchrun_while_a_checkpoint_is_loaded_loads_it_again(tmp_path):
     assert restarted(tmp_path).code == 0
     shutil.rmtree(tmp_path / "run/step-00000006")
-    (tmp_path / "dies.py").write_text(KILLED_WHILE_LOADING)
-    done = restarted(tmp_path, tmp_path / "dies.py")
+    done = restarted(tmp_path, killed(tmp_path, LOADS))
     assert done.code == 0 and "no answer from rank 1" in done.err, (done.out, done.err)
     rows = rows_of(tmp_path / "rows.jsonl")
     assert rows[-1]["resumed_after"] == 4 and rows[-1]["loss"] == rows[0]["loss"]
     assert steps_in(tmp_path / "run") == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_between_manifest_and_rename_goes_on_from_the_step_before(tmp_path):
+    for folder in (tmp_path / "whole", tmp_path / "killed"):
+        folder.mkdir()
+    assert restarted(tmp_path / "whole").code == 0
+    done = restarted(tmp_path / "killed", killed(tmp_path, RENAMES))
+    assert done.code == 0, done.err
+    assert "resuming after step 2" in done.out and "removed tmp-step-00000004-" in done.out
+    ends = [tmp_path / kind / "run/step-00000006" for kind in ("whole", "killed")]
+    assert_bitwise(*map(contents, ends))
+
+
+@pytest.mark.slow
+def test_an_elastic_host_that_dies_in_a_save_costs_the_steps_since_the_save_before(tmp_path):
+    """Torchrun and its rank of the second host end together."""
+    flags = f"--save {tmp_path}/run --save-every 2 --log-every 1 --effective-batch 4 --timeout 20".split()
+    whole = ran(sys.executable, ROOT / "main.py", *TINY, *flags[4:], "--results", tmp_path / "whole.jsonl")
+    assert whole.code == 0, whole.err
+    elastic = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --max-restarts 9".split()
+    program = killed(tmp_path, WRITES, "[os.getppid(), os.getpid()]")
+    env = ENV | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    hosts = []
+    for host in range(2):
+        own = ["--rdzv-conf", f"is_host={1 - host}", "--local-addr", ["127.0.0.1", "127.0.0.1.1"][host]]
+        command = [sys.executable, "-m", *OURS, *elastic, *own, "--nproc-per-node", "1", program, ROOT / "main.py"]
+        command += [*TINY, *flags, "--results", tmp_path / "rows.jsonl"]
+        how = dict(env=env, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        hosts.append(subprocess.Popen(command, **how))
+    out, err = hosts[0].communicate(timeout=200)
+    assert hosts[1].wait(10) == -signal.SIGKILL
+    assert hosts[0].returncode == 0, (out, err)
+    assert "resuming after step 2" in out and "ranks 2 (now 1)" in out, (out, err)
+    assert steps_in(tmp_path / "run") == [2, 4, 6] and not [*(tmp_path / "run").glob("tmp-*")]
+    assert rows_of(tmp_path / "rows.jsonl")[-1]["loss"] == pytest.approx(rows_of(tmp_path / "whole.jsonl")[0]["loss"])

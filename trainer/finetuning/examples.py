@@ -426,9 +426,8 @@ def _opened(folder: Path, encoder: Encoder, flag: str) -> Dataset:
 
 def _seal(folder: Path, digest: str) -> str:
     """What the file beside those of `datasets` in a folder holds if they and the digest are as they were written."""
-    crc = zlib.crc32(
-        f"{folder.name} {digest}".encode()
-    )  # finds accidents, at twice the speed of a digest
+    # A checksum finds accidents, at twice the speed of a digest.
+    crc = zlib.crc32(f"{folder.name} {digest}".encode())
     # The second kind says how many examples are in the first.
     for file in sorted([*folder.rglob("*.arrow"), *folder.rglob("dataset_info.json")]):
         with open(file, "rb") as opened:
