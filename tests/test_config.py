@@ -70,17 +70,7 @@ def test_help_a_bad_folder_and_a_report_are_told_without_importing_torch(command
     done = ran(sys.executable, "-X", "importtime", *command.split())
     imported = {line.split("|")[-1].strip() for line in done.err.splitlines()}
     assert done.code == code and says in done.out + done.err, done.err[-500:]
-    slow = {
-        "torch",
-        "triton",
-        "pandas",
-        "pyarrow",
-        "matplotlib",
-        "transformers",
-        "wandb",
-        "trackio",
-        "tensorboard",
-    }
+    slow = {"torch", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb", "trackio", "tensorboard"}
     assert "argparse" in imported and not slow & imported
 
 
@@ -88,9 +78,7 @@ def test_help_a_bad_folder_and_a_report_are_told_without_importing_torch(command
 def test_every_flag_has_a_text_and_a_default_in_the_help(name, help_entries):
     source = Path(flags.__file__).read_text()
     entry = help_entries[flag(name)]
-    text = re.search(rf'^    {name}: .*\n    """([^"]+)"""', source, re.MULTILINE)[
-        1
-    ]  # the docstring of the field
+    text = re.search(rf'^    {name}: .*\n    """([^"]+)"""', source, re.MULTILINE)[1]  # the docstring of the field
     assert len(text) > 10 and " ".join(text.split()) in entry, entry
     assert "(default" in entry, f"no default: {entry}"
 
@@ -249,14 +237,10 @@ REFUSED = {  # a command line of main.py, and on how many ranks -> the message
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_command_line_is_one_message_before_any_process_group_exists(
-    case, train, tmp_path, monkeypatch
-):
+def test_a_bad_command_line_is_one_message_before_any_process_group_exists(case, train, tmp_path, monkeypatch):
     argv, _, world = case.replace("{tmp}", str(tmp_path)).partition(" on ")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was asked for")
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was asked for"))
     (tmp_path / "file").touch()
     defaults = "--head-dim 32 --width 128 --grouping 4".split()
     done = train(*defaults, *shlex.split(argv), world=int(world or 1))
@@ -265,9 +249,7 @@ def test_a_bad_command_line_is_one_message_before_any_process_group_exists(
     assert done.out == ""
 
 
-@pytest.mark.parametrize(
-    "argv", ["--depth 0", "--depth x", "--no-such-thing", "--mode zero3", "--depth"]
-)
+@pytest.mark.parametrize("argv", ["--depth 0", "--depth x", "--no-such-thing", "--mode zero3", "--depth"])
 def test_a_bad_command_line_is_not_repeated_by_other_ranks(argv, capfd, monkeypatch):
     monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
     done = outcome(capfd, lambda: flags.parse(argv.split(), rank=1))
@@ -285,12 +267,8 @@ def test_the_help_text_of_a_flag_that_may_be_meant_is_running_text(capfd, monkey
 
 
 def test_the_limits_themselves_are_allowed():
-    flags.parse(
-        "--remat both --remat-ratio 0 --clip 0 --warmup 0 --seed 0 --min-shard-mib 0 --depth 1".split()
-    )
-    flags.parse(
-        "--remat both --remat-ratio 1 --compile-options a=b c=1=2 --no-reshard --no-debug".split()
-    )
+    flags.parse("--remat both --remat-ratio 0 --clip 0 --warmup 0 --seed 0 --min-shard-mib 0 --depth 1".split())
+    flags.parse("--remat both --remat-ratio 1 --compile-options a=b c=1=2 --no-reshard --no-debug".split())
 
 
 def test_a_flag_has_one_name_but_for_underscores_and_of_two_the_last_counts():
@@ -300,21 +278,15 @@ def test_a_flag_has_one_name_but_for_underscores_and_of_two_the_last_counts():
 
 @pytest.mark.parametrize("form", ["settings", "results"])
 def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_path):
-    words = (
-        "--depth 3 --no-reshard --warmup 0 --compile-options a=1 b=2 --batch 2 --effective-batch 8"
-    )
-    first = resolved(
-        f"{words} --seed 5 --steps 7 --results {tmp_path / 'x.jsonl'} --save {tmp_path}", world=2
-    )
+    words = "--depth 3 --no-reshard --warmup 0 --compile-options a=1 b=2 --batch 2 --effective-batch 8"
+    first = resolved(f"{words} --seed 5 --steps 7 --results {tmp_path / 'x.jsonl'} --save {tmp_path}", world=2)
     found = flags.setting(first)
     if form == "settings":
         path = tmp_path / "a.settings.json"
         path.write_text(json.dumps(found | dict(continues="b", after_step=3)))
     else:
         path = tmp_path / "a.jsonl"
-        path.write_text(
-            "".join(json.dumps(dict(flags=each)) + "\n" for each in (dict(depth=9), found))
-        )
+        path.write_text("".join(json.dumps(dict(flags=each)) + "\n" for each in (dict(depth=9), found)))
     again = resolved(f"--config {path}", world=2)
     assert flags.setting(again) == found and again.save is None and again.results == Output.results
     changed = resolved(f"--seed 6 --config={path} --reshard", world=4)
@@ -335,9 +307,7 @@ def test_a_run_is_repeated_by_what_it_wrote_and_other_flags_change_it(form, tmp_
     ('{"data": "--save=b"}', "has data --save=b, which no run wrote"),
     ('{"verbose": 1e30}', "has verbose 1e+30, which no run wrote"), ('{"verbose": "x"}', "has verbose x, which no run"),
 ])  # fmt: skip
-def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(
-    text, message, tmp_path, capfd
-):
+def test_settings_that_no_run_wrote_exit_2_with_the_name_of_the_file_or_flag(text, message, tmp_path, capfd):
     path = tmp_path / "a.json"
     if text is not None:
         path.write_text(text)
@@ -357,10 +327,7 @@ def test_settings_that_are_no_regular_file_are_refused_and_not_read_for_ever(kin
         path.mkdir()
     with pytest.raises(SystemExit) as ended:
         flags.parse(["--config", str(path)])
-    assert (
-        ended.value.code == 2
-        and f"--config {path}: no regular file; name the settings" in capfd.readouterr().err
-    )
+    assert ended.value.code == 2 and f"--config {path}: no regular file; name the settings" in capfd.readouterr().err
 
 
 @pytest.mark.long
@@ -376,15 +343,11 @@ def test_what_fits_is_accepted():
     assert fits("--attn flex", "cuda").attn == "flex"
     assert fits("--attn efficient", "cuda").attn == "efficient"
     for argv in ("--wrapper fsdp2 --compile blocks", "--world 2", "-vv", "--explain-memory"):
-        with pytest.raises(
-            ValueError, match=f"({argv.split()[0]} .*|^)--cuda-graph: (.*{argv.split()[0]}|.*)"
-        ):
+        with pytest.raises(ValueError, match=f"({argv.split()[0]} .*|^)--cuda-graph: (.*{argv.split()[0]}|.*)"):
             fits(f"--cuda-graph {argv}", "cuda")
     assert fits("--cuda-graph", "cuda").cuda_graph
     assert fits("--wrapper none").param_dtype == "fp32"
-    assert fits(
-        "--remat both --remat-core --no-remat-norm", "cuda"
-    ).remat_core  # the published policy
+    assert fits("--remat both --remat-core --no-remat-norm", "cuda").remat_core  # the published policy
     assert fits("--remat both --remat-core --wrapper none").remat_core
     assert fits("--mlp lean --mlp-chunk 64 --remat block --compile blocks").mlp == "lean"
     assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
@@ -440,9 +403,7 @@ def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = dict(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
+        env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         done = python(*TINY, "--results", tmp_path / "rows.jsonl", env=env, trace=False)
     assert done.out.startswith("importing torch on 2 ranks\n")  # on a slow machine it says so again
     fails(done, 2, f"127.0.0.1:{port}", "in use", "another port")
@@ -451,12 +412,6 @@ def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):
 def test_more_ranks_than_gpus_are_told_by_rank_0_which_has_one(train, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, **__: pytest.fail("waits for ranks that never come")
-    )
-    env = dict(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
-    )
-    fails(
-        train("--device", "cuda", world=2, **env, LOCAL_WORLD_SIZE="2"), 2, "--nproc-per-node", "1"
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("waits for ranks that never come"))
+    env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    fails(train("--device", "cuda", world=2, **env, LOCAL_WORLD_SIZE="2"), 2, "--nproc-per-node", "1")

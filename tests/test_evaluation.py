@@ -45,9 +45,7 @@ def sources(tmp_path_factory):
     (folder / "a.txt").write_bytes(bytes(range(256)) * 8)
     for name, ids in dict(a=range(700), b=range(700, 2000)).items():
         (folder / f"{name}.bin").write_bytes(struct.pack(f"<{len(ids)}H", *ids))
-    return dict(
-        stdlib="stdlib", overfit="overfit", text=f"text:{folder}/a.txt", bin=f"bin:{folder}/*.bin"
-    )
+    return dict(stdlib="stdlib", overfit="overfit", text=f"text:{folder}/a.txt", bin=f"bin:{folder}/*.bin")
 
 
 # ------------------------------------------------------------------------------------------------------------ the split
@@ -56,14 +54,7 @@ def sources(tmp_path_factory):
 def test_without_a_split_batches_are_what_they_always_were(tmp_path):
     (tmp_path / "a.bin").write_bytes(struct.pack("<1000H", *range(1000)))
     stream = batches(f"bin:{tmp_path}/a.bin")
-    assert [stream.position(sample) for sample in (0, 1, 2, 61, 62, 200)] == [
-        805,
-        229,
-        549,
-        32,
-        736,
-        374,
-    ]
+    assert [stream.position(sample) for sample in (0, 1, 2, 61, 62, 200)] == [805, 229, 549, 32, 736, 374]
     assert stream.fingerprint == "77117b439bca8b732028f515c06181d4"
     assert not stream.held
     assert next(batches("random"))[0][0, :4].tolist() == [26530, 29851, 20238, 20475]
@@ -99,10 +90,7 @@ def test_what_is_held_out_is_the_same_on_any_ranks_and_wherever_training_is(kind
     whole = [*batches(source, hold_out=True).held_out(2)]
     assert [[*part.shape] for pair in whole for part in pair] == [[8, T]] * 2 * len(whole)
     for world in (2, 4):
-        ranks = [
-            batches(source, rank=rank, world=world, hold_out=True, start=80)
-            for rank in range(world)
-        ]
+        ranks = [batches(source, rank=rank, world=world, hold_out=True, start=80) for rank in range(world)]
         parts = [[*each.held_out(2)] for each in ranks]
         for k, (tokens, targets) in enumerate(whole):
             assert torch.equal(torch.cat([part[k][0] for part in parts]), tokens)
@@ -111,9 +99,7 @@ def test_what_is_held_out_is_the_same_on_any_ranks_and_wherever_training_is(kind
 
 
 def test_rows_that_the_last_batch_lacks_have_no_label(sources):
-    stream = batches(
-        sources["bin"], hold_out=True, global_batch=3, seqlen=6
-    )  # 31 tokens: 5 samples
+    stream = batches(sources["bin"], hold_out=True, global_batch=3, seqlen=6)  # 31 tokens: 5 samples
     (_, first), (tokens, last) = stream.held_out(9)
     assert len(stream.held) == 5
     assert (first != IGNORE).all()
@@ -123,9 +109,7 @@ def test_rows_that_the_last_batch_lacks_have_no_label(sources):
 
 
 @pytest.mark.parametrize("kind", ["text", "bin"])
-def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(
-    kind, tmp_path, train
-):
+def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(kind, tmp_path, train):
     path = tmp_path / "short"
     size = 2 if kind == "bin" else 1
     path.write_bytes(bytes((2 * T + 1) * size))
@@ -152,9 +136,7 @@ def evaluations(done):
 
 def lines(done):
     """What training logged, without times."""
-    return [
-        [s[key] for key in ("step", "loss", "lr", "grad_norm")] for s in done.steps if "ms" in s
-    ]
+    return [[s[key] for key in ("step", "loss", "lr", "grad_norm")] for s in done.steps if "ms" in s]
 
 
 @pytest.fixture
@@ -171,9 +153,7 @@ def slow_and_large(monkeypatch):
 
 
 @pytest.mark.long
-def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
-    train, slow_and_large, monkeypatch
-):
+def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(train, slow_and_large, monkeypatch):
     told = []
 
     class Tracker:
@@ -196,9 +176,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
     for s in done.steps:
         if "eval_loss" in s:
             assert s.keys() == {"step", "tokens", "loss", "eval_loss", "eval_bpb", "eval_examples"}
-            assert s["loss"] == next(
-                each["loss"] for each in done.steps if each["step"] == s["step"]
-            )
+            assert s["loss"] == next(each["loss"] for each in done.steps if each["step"] == s["step"])
             assert s["eval_bpb"] == pytest.approx(s["eval_loss"] / math.log(2))
             assert abs(s["eval_loss"] - 5.5) < 0.5
     assert (done.steps[-1], 7) in told
@@ -208,11 +186,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
     assert f"held-out loss {found[7]:.4f}  {found[7] / math.log(2):.4f} bits per byte" in done.out
     bits = f"{found[7] / math.log(2):.4f} bits per byte"
     assert f"held out loss {found[7]:.4f}, {bits}, of 6 examples, after step 7" in done.out
-    assert (
-        done.row["n"] == 4
-        and done.row["step_ms_max"] < 400
-        and max(s.get("ms", 0) for s in done.steps) < 400
-    )
+    assert done.row["n"] == 4 and done.row["step_ms_max"] < 400 and max(s.get("ms", 0) for s in done.steps) < 400
     if os.access(memory.CLEAR_REFS, os.W_OK):
         assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200
 
@@ -225,12 +199,8 @@ def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, trains, t
     assert done.row["loss"] is None
     assert done.row["resumed_after"] == 4
     assert "step 4/4  held-out loss" in done.out
-    head, text, after = done.out[
-        done.out.index("sample   8 bytes of held-out data") :
-    ].splitlines()[:3]
-    assert re.fullmatch(r" {9}.{8}\|.{3}", text) and after.startswith("outcome  ok"), (
-        "text of several lines is one"
-    )
+    head, text, after = done.out[done.out.index("sample   8 bytes of held-out data") :].splitlines()[:3]
+    assert re.fullmatch(r" {9}.{8}\|.{3}", text) and after.startswith("outcome  ok"), "text of several lines is one"
     assert "learning rate ends" not in done.out
     assert "no step was timed" not in done.out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
@@ -250,21 +220,8 @@ def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
     took = runs.Run.resume_into
     models = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            runs.Run, "resume_into", lambda run, step: (took(run, step), models.append(run))
-        )
-        done = train(
-            "--data",
-            f"bin:{path}",
-            "--vocab",
-            300,
-            "--lr",
-            "1e-30",
-            "--eval-every",
-            3,
-            "--wrapper",
-            "none",
-        )
+        patch.setattr(runs.Run, "resume_into", lambda run, step: (took(run, step), models.append(run)))
+        done = train("--data", f"bin:{path}", "--vocab", 300, "--lr", "1e-30", "--eval-every", 3, "--wrapper", "none")
     assert done.code == 0 and done.row["eval_bpb"] is None and "bits per byte" not in done.out
     (run,) = models
     with torch.no_grad():
@@ -291,35 +248,21 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(train, trains, 
 
 
 @pytest.mark.long
-def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(
-    train, trains, tmp_path, monkeypatch
-):
+def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, trains, tmp_path, monkeypatch):
     losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
-    monkeypatch.setattr(
-        runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)])
-    )
+    monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
     folder = tmp_path / "run"
     argv = "--save", folder, "--keep", "1", "--keep-best", "--eval-every", 1
     first = trains(*argv, "--save-every", "2", "--save-async", "--steps", 4)
     assert (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
     assert steps_in(folder) == [2, 4]
     assert "best 3.0000, after step 2" in first.out
-    assert (
-        train("--resume", folder / "step-00000002", "--eval-every", 1, "--steps", 3).row[
-            "resumed_after"
-        ]
-        == 2
-    )
-    assert train(*argv, "--steps", 6).row["best_step"] == 2 and steps_in(folder) == [
-        2,
-        6,
-    ]  # 3.0 again is not lower
+    assert train("--resume", folder / "step-00000002", "--eval-every", 1, "--steps", 3).row["resumed_after"] == 2
+    assert train(*argv, "--steps", 6).row["best_step"] == 2 and steps_in(folder) == [2, 6]  # 3.0 again is not lower
     third = train(*argv, "--steps", 8)
     assert third.row["best_step"] == 7 and steps_in(folder) == [7, 8]  # saved because it was better
     elsewhere = train(*argv, "--steps", 8, "--resume", folder / "step-00000007", "--save", "other")
-    assert (
-        elsewhere.row["best_step"] == 8 and elsewhere.row["best_eval_loss"] == 6.0
-    )  # the best of this folder
+    assert elsewhere.row["best_step"] == 8 and elsewhere.row["best_eval_loss"] == 6.0  # the best of this folder
 
 
 def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
@@ -342,9 +285,7 @@ def test_two_ranks_evaluate_and_write_as_one(trains, tmp_path, sources):
     out = tmp_path / "out"
     err = tmp_path / "err"
     results = tmp_path / "two" / "rows.jsonl"
-    job = Job(
-        2, [*TINY, *argv, *"--batch 1 --grad-accum 2".split(), "--results", results], out, err=err
-    )
+    job = Job(2, [*TINY, *argv, *"--batch 1 --grad-accum 2".split(), "--results", results], out, err=err)
     one = trains(*argv, "--batch", 4)
     assert job.wait() == [0, 0], err.read_text()
     row, steps = read(results)
@@ -369,9 +310,7 @@ def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(trains, monkeypatch)
     monkeypatch.setattr(runs, "evaluate", lambda *_: dict(eval_loss=math.nan, eval_bpb=math.nan))
     done = trains(*EVERY_2)
     assert done.row["outcome"] == "ok" and done.row["eval_loss"] == "nan"
-    assert (
-        "held-out loss nan" in done.out and "held out loss nan" in done.out and done.row["loss"] < 6
-    )
+    assert "held-out loss nan" in done.out and "held out loss nan" in done.out and done.row["loss"] < 6
 
 
 def test_a_signal_in_an_evaluation_stops_it_and_loses_no_step(train, monkeypatch, tmp_path):
@@ -408,20 +347,13 @@ def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, tr
     given = [int(word) for word in given.split()]
     written = [int(word) for word in written.split()]
     assert given == [*range(given[0], given[0] + 8)] and len(written) == 30 and max(written) < 2000
-    assert (
-        train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(
-            " ".join(map(str, written))
-        )
-        == 1
-    )
+    assert train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(" ".join(map(str, written))) == 1
 
 
 @pytest.mark.long
 def test_a_model_writes_what_it_has_learnt(trains, tmp_path):
     (tmp_path / "text").write_bytes(b"abcd" * 500)
-    how = (
-        "--vocab 300 --lr 0.01 --warmup 5 --steps 60 --eval-every 60 --sample 24".split()
-    )  # ids from 256 on: no bytes
+    how = "--vocab 300 --lr 0.01 --warmup 5 --steps 60 --eval-every 60 --sample 24".split()  # ids from 256 on: no bytes
     done = trains("--data", f"text:{tmp_path}/text", *how)
     assert done.row["eval_loss"] < 0.5
     assert "abcdabcdabcdabcd" in done.out.split("|")[-1]
@@ -429,9 +361,7 @@ def test_a_model_writes_what_it_has_learnt(trains, tmp_path):
 
 def test_what_a_model_writes_controls_no_terminal():
     ids = [*b"a\tb\n\x1b[2J\r\x07\xff", *"é".encode()]
-    assert (
-        Batches.readable(SimpleNamespace(bytes=True), ids) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
-    )
+    assert Batches.readable(SimpleNamespace(bytes=True), ids) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
 
 
 # ------------------------------------------------------------------------------------------------- what is compiled
@@ -448,11 +378,7 @@ def test_an_evaluation_compiles_nothing_and_changes_no_compiled_step(how, train,
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         done = trains("--eval-every", every, "--log-every", 1, "--sample", 3, *how.split())
-        counted[every] = (
-            torch._dynamo.utils.counters["stats"]["unique_graphs"],
-            lines(done),
-            evaluations(done)[6],
-        )
+        counted[every] = torch._dynamo.utils.counters["stats"]["unique_graphs"], lines(done), evaluations(done)[6]
     assert counted[1] == counted[1000]
     assert counted[1][0] > 0
     eager = train("--eval-every", 6, *how.replace(how.split()[1], "none").split())

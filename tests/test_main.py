@@ -89,16 +89,10 @@ def test_schedules_other_than_the_cosine():
 @pytest.mark.long
 def test_the_optimizers_flags_reach_it(train, trains):
     plain = train("--log-every", 1)
-    same = train(
-        *"--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --schedule cosine --log-every 1".split()
-    )
+    same = train(*"--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --schedule cosine --log-every 1".split())
     assert plain.losses == same.losses
-    for argv in (
-        "--weight-decay 0",
-        "--adam-beta1 0.5",
-        "--adam-beta2 0.5",
-        "--schedule constant --warmup 0",
-    ):
+    for argv in ("--weight-decay 0", "--adam-beta1 0.5", "--adam-beta2 0.5",
+                  "--schedule constant --warmup 0"):
         other = trains(*argv.split(), "--log-every", 1, "--steps", 6)
         assert other.losses[-1] != plain.losses[-1], argv
 
@@ -121,15 +115,11 @@ def test_a_change_is_found_where_the_head_of_main_py_says(train, monkeypatch):
         def step(self, grads, skip):
             torch._foreach_sub_(self.shards, [self.lr * grad for grad in grads])
 
-    monkeypatch.setitem(
-        cross_entropy.__globals__, "cross_entropy", with_term
-    )  # model.py's name for it
+    monkeypatch.setitem(cross_entropy.__globals__, "cross_entropy", with_term)  # model.py's name for it
     monkeypatch.setattr(steps_of, "cross_entropy", with_term)
     first = train("--log-every", 1, "--steps", 2)
     monkeypatch.setattr(parallelize, "AdamW", SGD)
-    monkeypatch.setattr(
-        runs.Run, "log_step", lambda run, k, loss, lr: log_step(run, k, loss, lr, mine=k)
-    )
+    monkeypatch.setattr(runs.Run, "log_step", lambda run, k, loss, lr: log_step(run, k, loss, lr, mine=k))
     monkeypatch.setattr(runs.Run, "training", training)
     other = train("--log-every", 1, "--steps", 2)
     assert first.losses[0] > plain.losses[0] + 1
@@ -170,9 +160,7 @@ def test_a_system_flag_does_not_change_the_loss(case, plain, trains):
 @pytest.mark.long
 def test_bf16_runs_and_stays_near_fp32(train, trains):
     exact = train("--log-every", 1)
-    half = trains(
-        "--param-dtype", "bf16", "--reduce-dtype", "bf16", "--adam-dtype", "bf16", "--log-every", 1
-    )
+    half = trains("--param-dtype", "bf16", "--reduce-dtype", "bf16", "--adam-dtype", "bf16", "--log-every", 1)
     assert half.row["param_dtype"] == half.row["reduce_dtype"] == "bf16"
     assert all(0 < abs(a - b) < 0.02 for a, b in zip(exact.losses, half.losses, strict=True))
 
@@ -195,9 +183,7 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
     for done, says in ((quiet, False), (v, True), (vv, True)):
         assert done.code == 0
         assert done.err == ""
-        assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [
-            says
-        ] * len(patterns)
+        assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [says] * len(patterns)
     assert not any(key.startswith(("norm/", "grad/")) for step in v.steps for key in step)
     assert vv.logged == [1, 2, 4, 6]
     for step in vv.steps:
@@ -205,26 +191,16 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
         norms = {key: value for key, value in step.items() if key.startswith("norm/")}
         assert len(grads) == len(norms) == 16
         assert "grad/blocks.0.attn.q.weight" in grads
-        assert math.sqrt(sum(g * g for g in grads.values())) == pytest.approx(
-            step["grad_norm"], rel=1e-5
-        )
+        assert math.sqrt(sum(g * g for g in grads.values())) == pytest.approx(step["grad_norm"], rel=1e-5)
         assert norms["norm/norm.weight"] == pytest.approx(math.sqrt(32), rel=0.05)
     assert [s["loss"] for s in vv.steps if s["step"] in (1, 6)] == [s["loss"] for s in quiet.steps]
 
 
 def test_compile_options_are_read_as_python_literals():
     parsed = flags.parse("--compile-options max_autotune=True a.b=2 name=triton eq=x=1".split())
-    assert compile_options(parsed) == {
-        "max_autotune": True,
-        "a.b": 2,
-        "name": "triton",
-        "eq": "x=1",
-    }
+    assert compile_options(parsed) == {"max_autotune": True, "a.b": 2, "name": "triton", "eq": "x=1"}
     assert compile_options(flags.parse([])) == {}
-    assert compile_options(flags.parse("--compile-options plain a=b".split())) == {
-        "plain": True,
-        "a": "b",
-    }
+    assert compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
 
 
 @pytest.mark.long
@@ -247,23 +223,9 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, trains, mon
 
     monkeypatch.setattr(torch, "compile", record)
     ours = ["max_autotune=False", "triton.cudagraphs=False"]
-    done = trains(
-        "--compile",
-        mode,
-        "--compile-options",
-        *plain,
-        *ours,
-        "--steps",
-        2,
-        "--world",
-        2,
-        "--link",
-        "none",
-    )
+    done = trains("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2, "--world", 2, "--link", "none")
     options = {"max_autotune": False, "triton.cudagraphs": False}
-    graphs = [
-        how for name, how in ran if name != "update"
-    ]  # the optimizer's graph has none of them
+    graphs = [how for name, how in ran if name != "update"]  # the optimizer's graph has none of them
     assert graphs and all(how.items() >= options.items() for how in graphs), ran
     assert all((how == options) == bool(plain) for how in graphs), ran
     assert done.row["compile"] == mode
@@ -280,9 +242,7 @@ def test_debug_shows_the_traceback(train):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"]
-)
+@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
 def test_a_simulated_world_trains_and_its_row_says_so(how, train, trains):
     done = trains("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
     assert done.row["outcome"] == "ok", done.err
@@ -290,14 +250,9 @@ def test_a_simulated_world_trains_and_its_row_says_so(how, train, trains):
     assert "8(sim 20:370) ranks" in done.out
     moved = done.row["collectives"]
     assert ("all_gather" in moved) == ("reduce_scatter" in moved) == ("ddp" not in how)
-    assert all(
-        each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"]
-        for each in moved.values()
-    )
+    assert all(each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"] for each in moved.values())
     assert done.row["tok_s"] == pytest.approx(8 * done.row["tok_s_rank"])
-    assert (
-        abs(done.row["loss"] - math.log(256)) < 0.5
-    )  # equal shards: a model that can learn little
+    assert abs(done.row["loss"] - math.log(256)) < 0.5  # equal shards: a model that can learn little
     assert "collectives" not in train("--compile", "none").row  # and afterwards a real group
 
 
@@ -310,9 +265,7 @@ def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(trains
     leave = runs.shutdown
 
     def note():
-        seen.append(
-            (signal.getsignal(signal.SIGTERM), [thread.name for thread in threading.enumerate()])
-        )
+        seen.append((signal.getsignal(signal.SIGTERM), [thread.name for thread in threading.enumerate()]))
         leave()
 
     monkeypatch.setattr(runs, "shutdown", note)
@@ -331,9 +284,7 @@ def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
     assert done.losses == [done.row["loss"]]
 
 
-def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
-    trains, monkeypatch
-):
+def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(trains, monkeypatch):
     took = main.Run.resume_into
 
     def take(run, step):  # after the check at the start: the file becomes a folder
@@ -345,9 +296,7 @@ def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
     done = trains()
     assert "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())
-    assert "results file: IsADirectoryError" in done.err and '"outcome": "ok"' in done.err, (
-        "the row is lost"
-    )
+    assert "results file: IsADirectoryError" in done.err and '"outcome": "ok"' in done.err, "the row is lost"
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -360,17 +309,7 @@ def two_ranks(tmp_path_factory):
     err = folder / "err"
     results = folder / "deep" / "rows.jsonl"
     argv = [*TINY, "--keep-last", "--log-every", 1, "--results", results]
-    argv += [
-        "--tracker",
-        "wandb",
-        "--wandb-mode",
-        "offline",
-        "--tracker-group",
-        "g",
-        "--wandb-tags",
-        "a",
-        "b",
-    ]
+    argv += ["--tracker", "wandb", "--wandb-mode", "offline", "--tracker-group", "g", "--wandb-tags", "a", "b"]
     assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
     return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 
@@ -414,9 +353,7 @@ def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
     given = dict(depth=1, width=32, head_dim=16, grouping=2, seqlen=16, steps=6, batch=2, compile="none",
                  tracker=["wandb"], wandb_mode="offline", tracker_group="g", wandb_tags=["a", "b"])  # fmt: skip
     assert {name: row["flags"][name] for name in given} == given
-    assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row[
-        "flags"
-    ].keys()
+    assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row["flags"].keys()
     assert re.fullmatch("[0-9a-f]{40}", row["commit"])
     assert isinstance(row["dirty"], bool)
     assert row["torch"] == torch.__version__

@@ -1,6 +1,6 @@
 """Signs of life: what main.py says before torch is imported and while the compiler works, on a terminal and off one.
 
-pytest tests/test_progress.py        # about 20 s on one core, no GPU
+    pytest tests/test_progress.py        # about 20 s on one core, no GPU
 """
 
 import io
@@ -74,15 +74,10 @@ def test_a_run_says_at_once_how_long_it_will_compile_on_a_cpu_by_published_rows(
     assert told("--world 8") == f"note: compiles for about 60 s of CPU time {blocks}"
     assert told("--depth 10", 2) == f"note: compiles for about 90 s of CPU time a rank {blocks}"
     assert told("--compile model") == f"note: compiles for minutes {blocks}"
-    assert told("--compile blocks --depth 64").endswith(
-        "about 25 s of CPU time unless cached; --compile none: 0 s"
-    )
+    assert told("--compile blocks --depth 64").endswith("about 25 s of CPU time unless cached; --compile none: 0 s")
     assert told("--world 8 --compile none") == ""
     own = checks.compile_note(resolved("--depth 99 --device cpu", 64), 64)
-    assert (
-        re.search(r"about \d+ s of CPU time a rank unless cached; --compile blocks: \d+ s", own)
-        and len(own) <= 100
-    )
+    assert re.search(r"about \d+ s of CPU time a rank unless cached; --compile blocks: \d+ s", own) and len(own) <= 100
 
 
 LARGE = "torch", "numpy", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb"
@@ -92,9 +87,7 @@ def test_launch_says_its_first_line_before_anything_is_imported_that_takes_secon
     """Each of LARGE ends what imports it; flags are checked before any of them, too."""
     for name in LARGE:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(
-            f"""raise SystemExit("{name} is being imported")\n"""
-        )
+        (tmp_path / name / "__init__.py").write_text(f"""raise SystemExit("{name} is being imported")\n""")
     env = dict(PYTHONPATH=str(tmp_path), NO_INSTALL="1", PYTHON=sys.executable, NPROC="2")
     for flags_given, out, err in (([], "importing torch, to start 2 ranks\n", {"torch is being imported"}),
                                   (["--width", "65"], "", set())):  # fmt: skip
@@ -106,22 +99,14 @@ def test_launch_says_its_first_line_before_anything_is_imported_that_takes_secon
 
 @pytest.mark.parametrize("program", ["main.py", "finetune.py"])
 def test_without_packages_one_line_says_what_to_do(program):
-    done = ran(
-        sys.executable, "-E", "-S", program, "--depth", "2", cwd=ROOT
-    )  # -S: without site-packages
+    done = ran(sys.executable, "-E", "-S", program, "--depth", "2", cwd=ROOT)  # -S: without site-packages
     assert (done.code, done.out) == (2, "")
-    assert (
-        done.err.startswith(f"error: {program} needs torch, tyro, rich, ")
-        and done.err.count("\n") == 1
-    )
+    assert done.err.startswith(f"error: {program} needs torch, tyro, rich, ") and done.err.count("\n") == 1
     assert "source .venv/bin/activate (./launch.sh install makes .venv)" in done.err
 
 
 def test_other_ranks_say_nothing(stub):
-    env = (
-        dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-        | stub
-    )
+    env = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511") | stub
     assert python(env=env, trace=False).out == ""
 
 
@@ -135,18 +120,14 @@ def test_other_ranks_say_nothing(stub):
     ("--save empty.txt", 2, "--save empty.txt: Not a directory"),
     ("--results .", 2, "--results .: Is a directory"),
 ])  # fmt: skip
-def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(
-    argv, code, says, stub, tmp_path, monkeypatch
-):
+def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(argv, code, says, stub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, size in dict(empty=0, short=16).items():
         (tmp_path / f"{name}.txt").write_bytes(bytes(size))
     (tmp_path / "odd.bin").write_bytes(bytes(3))
     done = python(*argv.split(), env=stub, trace=False)
     assert done.code == code and done.out == "" and says in done.err, done.err
-    assert done.err.startswith("error: ") or "dpeth" in says, (
-        done.err
-    )  # tyro's message is in a frame
+    assert done.err.startswith("error: ") or "dpeth" in says, done.err  # tyro's message is in a frame
 
 
 def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_forced(monkeypatch):
@@ -154,13 +135,9 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
         checks.check_fits(resolved(argv, ranks, device), ranks, here)
 
     monkeypatch.setattr(checks, "available", lambda: 8 << 30)
-    with pytest.raises(
-        ValueError, match=r"--batch 100000: a step would take about 5\d\d\.\d GiB, .* 8\.0 GiB"
-    ) as told:
+    with pytest.raises(ValueError, match=r"--batch 100000: a step would take about 5\d\d\.\d GiB, .* 8\.0 GiB") as told:
         asked("--batch 100000")
-    batch, accum = map(
-        int, re.search(r"--batch (\d+) --grad-accum (\d+) would fit", str(told.value)).groups()
-    )
+    batch, accum = map(int, re.search(r"--batch (\d+) --grad-accum (\d+) would fit", str(told.value)).groups())
     assert 1000 < batch < 1500
     assert 0 <= batch * accum - 100000 < batch
     asked(f"--batch {batch} --grad-accum {accum}")
@@ -178,26 +155,20 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
     ("4:cpu,memory:/slurm/step\n", "memory/slurm/step/memory.limit_in_bytes", 3),
     ("9:name=systemd:/x\n8:pids:/\n0::/\n", "memory.max", 1),
 ])  # fmt: skip
-def test_the_limit_of_a_jobs_control_group_counts_and_those_around_it(
-    line, own, all_of_it, tmp_path, monkeypatch
-):
+def test_the_limit_of_a_jobs_control_group_counts_and_those_around_it(line, own, all_of_it, tmp_path, monkeypatch):
     (tmp_path / "cgroup").write_text(line)
     found = checks.memory_limits(tmp_path / "cgroup")
     assert str(found[0]) == f"/sys/fs/cgroup/{own}"
     assert len(found) == all_of_it
     (tmp_path / "limit").write_text("1048576\n")
     (tmp_path / "none").write_text("max\n")
-    monkeypatch.setattr(
-        checks, "memory_limits", lambda: [tmp_path / each for each in ("none", "absent", "limit")]
-    )
+    monkeypatch.setattr(checks, "memory_limits", lambda: [tmp_path / each for each in ("none", "absent", "limit")])
     assert checks.available() == 1 << 20
 
 
 def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatch):
     monkeypatch.setattr(Progress, "EVERY_S", 0.01)
-    now = SimpleNamespace(
-        monotonic=lambda: time.monotonic() * 1000, sleep=time.sleep
-    )  # a second is a millisecond
+    now = SimpleNamespace(monotonic=lambda: time.monotonic() * 1000, sleep=time.sleep)  # a second is a millisecond
     monkeypatch.setattr("trainer.terminal.progress.time", now)
     out = io.StringIO()
     with Progress("importing torch", stream=out) as progress:
@@ -208,16 +179,9 @@ def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatc
         progress.stage(lambda: "")
     first, *rest = out.getvalue().splitlines()
     assert first == "importing torch"
-    lasted = [
-        line for line in rest if re.fullmatch(r"compiling, \d+ s; minutes the first time", line)
-    ]
-    others = {re.sub(r", \d+ s", "", line) for line in rest} - {
-        "importing torch",
-        "compiling; minutes the first time",
-    }
-    assert (
-        len(lasted) >= 2 and not others
-    )  # where threads are late the first stage is told again, or the second at 0 s
+    lasted = [line for line in rest if re.fullmatch(r"compiling, \d+ s; minutes the first time", line)]
+    others = {re.sub(r", \d+ s", "", line) for line in rest} - {"importing torch", "compiling; minutes the first time"}
+    assert len(lasted) >= 2 and not others  # where threads are late the first stage is told again, or the second at 0 s
     assert "\x1b" not in out.getvalue()
     told = out.getvalue()
     time.sleep(0.05)
@@ -250,9 +214,7 @@ def test_on_a_terminal_the_line_stays_below_what_is_printed_and_goes(xterm, monk
     shown = out.getvalue()
     order = ["compiling", "loss 3.2\n", "compiling", "loss 3.1\n", "step 2/2"]
     assert re.search(".*".join(map(re.escape, order)), shown, re.DOTALL), repr(shown)
-    assert sys.stdout is out and shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), (
-        "the line and the hidden cursor stay"
-    )
+    assert sys.stdout is out and shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the line and the hidden cursor stay"
 
 
 @pytest.mark.parametrize("name", ["dumb", "silent"])
@@ -272,11 +234,7 @@ def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
     monkeypatch.setattr(summary, "time", now)
     shown = doing(run, True)
     piped = doing(run, False)
-    assert (
-        shown()
-        == piped()
-        == "compiling forward and backward; minutes the first time, seconds when cached"
-    )
+    assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
     dog.begun = True
     dog.step = 2
     assert shown() == "step 2/400"
@@ -306,9 +264,7 @@ def screen(words, act=lambda pid, shown: None, **env):
     pid, terminal_fd = pty.fork()
     if pid == 0:
         clean = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, "NO_COLOR")}
-        os.execve(
-            words[0], words, clean | dict(TERM="xterm", OMP_NUM_THREADS="1", COLUMNS="200") | env
-        )
+        os.execve(words[0], words, clean | dict(TERM="xterm", OMP_NUM_THREADS="1", COLUMNS="200") | env)
     shown = b""
     try:
         while block := os.read(terminal_fd, 1 << 16):
@@ -338,13 +294,7 @@ def test_a_signal_leaves_no_spinner_before_the_prompt(signum, when, code, tmp_pa
             sent.append(time.sleep(0.5))
             os.kill(pid, signum)
 
-    argv = [
-        *TINY,
-        "--compile",
-        "blocks" if when == "compiling" else "none",
-        "--results",
-        f"{tmp_path}/rows.jsonl",
-    ]
+    argv = [*TINY, "--compile", "blocks" if when == "compiling" else "none", "--results", f"{tmp_path}/rows.jsonl"]
     argv += ["--save", f"{tmp_path}/a", "--save-every", "1", "--steps", "5000"] * (when == "saving")
     env = dict(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     shown, status = screen([sys.executable, f"{ROOT}/main.py", *argv], act, **env)
@@ -391,9 +341,7 @@ LINES = {
 }  # fmt: skip
 
 
-def test_a_line_wider_than_a_terminal_breaks_between_its_facts_and_a_command_can_be_pasted(
-    xterm, monkeypatch
-):
+def test_a_line_wider_than_a_terminal_breaks_between_its_facts_and_a_command_can_be_pasted(xterm, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for line, parts in LINES.items():
         assert folded(line, 60) == "\n".join(parts)
@@ -408,9 +356,7 @@ def test_a_line_wider_than_a_terminal_breaks_between_its_facts_and_a_command_can
 
 
 @pytest.mark.slow
-def test_at_60_columns_the_line_that_repeats_a_run_can_be_pasted_though_a_spinner_is_below(
-    tmp_path,
-):
+def test_at_60_columns_the_line_that_repeats_a_run_can_be_pasted_though_a_spinner_is_below(tmp_path):
     argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
     text, code = screen(argv, NO_COLOR="1", COLUMNS="60")
     assert code == 0, text
@@ -420,14 +366,8 @@ def test_at_60_columns_the_line_that_repeats_a_run_can_be_pasted_though_a_spinne
     last = next(i for i in range(first, len(lines)) if not lines[i].endswith("\\"))
     assert last > first, lines[first:]
     pasted = "\n".join(lines[first : last + 1]).partition("repeat   ")[2]
-    words = shlex.split(
-        subprocess.check_output(["bash", "-c", f"set -- {pasted}; echo $*"], text=True)
-    )
-    assert (
-        words[:3] == [sys.executable.removeprefix(f"{os.getcwd()}/"), "main.py", "--config"]
-        and os.path.exists(words[3])
-        and len(words) == 4
-    )
+    words = shlex.split(subprocess.check_output(["bash", "-c", f"set -- {pasted}; echo $*"], text=True))
+    assert words[:3] == [sys.executable.removeprefix(f"{os.getcwd()}/"), "main.py", "--config"] and os.path.exists(words[3]) and len(words) == 4
     results = lines[next(i for i, line in enumerate(lines) if "outcome  " in line) + 1 :]
     wide = [re.sub(r"^(\w+( it)?)? +| \\$", "", line) for line in results if len(line) > 60]
     assert not [line for line in wide if " " in line], "which could have been broken"
@@ -437,12 +377,5 @@ def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path
     argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
     text, code = screen(argv, NO_COLOR="1")
     assert code == 0
-    assert (
-        text.index("importing torch")
-        < text.index("commit ")
-        < text.index("step 1/6  loss")
-        < text.index("outcome ")
-    )
-    assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K") and not re.search(r"\x1b\[\d*m", text), (
-        "cursor, or colours"
-    )
+    assert text.index("importing torch") < text.index("commit ") < text.index("step 1/6  loss") < text.index("outcome ")
+    assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K") and not re.search(r"\x1b\[\d*m", text), "cursor, or colours"

@@ -16,9 +16,7 @@ from browser import PROGRAM, Browser
 from test_plots import logged
 from test_report import CPU, ROOT, line, row, save
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed"
-)
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
 MODES = f"compile --results {ROOT}/results/cpu_modes.jsonl"
 # What lies beyond the edge of the page, or is cut by what is around it.
 CLIPPED = """[...document.querySelectorAll("body, body *")].filter(each => {
@@ -32,13 +30,8 @@ CLIPPED = """[...document.querySelectorAll("body, body *")].filter(each => {
 def page(tmp_path, monkeypatch, report):
     """The page of an axis with outcomes and long words, of losses, of a table of our rows, and its text."""
     monkeypatch.chdir(tmp_path)
-    made = [
-        row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) | dict(run=f"run-{d}")
-        for d in (1, 2)
-    ]
-    made += [
-        row(line("depth", True, depth=4), CPU, outcome="failed: <b>exit 1</b> & more: " + "a" * 70)
-    ]
+    made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) | dict(run=f"run-{d}") for d in (1, 2)]
+    made += [row(line("depth", True, depth=4), CPU, outcome="failed: <b>exit 1</b> & more: " + "a" * 70)]
     logged(tmp_path / "rows.steps", "run-1", [(1,), (5,), (5, 8.0)])
     path = save(tmp_path / "rows.jsonl", made)
     report(f"depth loss links --small --results {path} {ROOT}/results/h100.jsonl --html page.html")
@@ -57,10 +50,7 @@ def test_the_page_is_one_file_with_every_table_and_figure(page):
 
 def test_a_line_break_in_what_a_row_says_ends_no_line_of_a_table(tmp_path, report):
     for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
-        path = save(
-            tmp_path / "rows.jsonl",
-            [row(line("depth", True, depth=1), CPU, outcome=f"failed: a{end}b | c")],
-        )
+        path = save(tmp_path / "rows.jsonl", [row(line("depth", True, depth=1), CPU, outcome=f"failed: a{end}b | c")])
         report(f"depth --small --results {path} --html {tmp_path}/page.html")
         assert "failed: a b / c" in (tmp_path / "page.html").read_text()
 
@@ -73,15 +63,9 @@ def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
             asked = [url for url in seen.requests if not url.startswith("data:")]
             assert seen.errors == []
             assert asked == [page.as_uri()]
-            images = browser.evaluate(
-                "[...document.images].map(e => [e.naturalWidth, e.clientWidth, e.alt])"
-            )
-            assert len(images) >= 4 and all(
-                natural > 0 and shown >= 240 and alt for natural, shown, alt in images
-            )
-            rows = browser.evaluate(
-                "[...document.querySelectorAll('table')].map(each => each.tBodies[0].rows.length)"
-            )
+            images = browser.evaluate("[...document.images].map(e => [e.naturalWidth, e.clientWidth, e.alt])")
+            assert len(images) >= 4 and all(natural > 0 and shown >= 240 and alt for natural, shown, alt in images)
+            rows = browser.evaluate("[...document.querySelectorAll('table')].map(each => each.tBodies[0].rows.length)")
             assert len(rows) == 3 and min(rows) > 0
             assert browser.evaluate(CLIPPED) == [], width
         # The checks see what they are for: a picture from elsewhere, and words too long for the page.
@@ -89,9 +73,7 @@ def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
         bad.write_text(page.read_text().replace("</body>", f'<img src="{page.parent.as_uri()}/none.png"><pre>'
                                                 + "a" * 900 + "</pre></body>"))  # fmt: skip
         browser.ask("Page.navigate", browser.session, url=bad.as_uri())
-        while not browser.evaluate(
-            "location.href.endsWith('bad.html') && document.readyState == 'complete'"
-        ):
+        while not browser.evaluate("location.href.endsWith('bad.html') && document.readyState == 'complete'"):
             pass
         assert "pre" in "".join(browser.evaluate(CLIPPED))
         assert any("Content Security Policy" in str(each) for each in browser.events)
@@ -110,12 +92,8 @@ def opened(page, width=1280):
         assert seen.errors == [] and browser.evaluate(CLIPPED) == []
         images = browser.evaluate("[...document.images].map(each => each.naturalWidth)")
         assert all(images)
-        heads = browser.evaluate(
-            "[...document.querySelectorAll('h2')].map(each => each.textContent)"
-        )
-        rows = browser.evaluate(
-            "[...document.querySelectorAll('tbody tr')].map(each => each.innerText)"
-        )
+        heads = browser.evaluate("[...document.querySelectorAll('h2')].map(each => each.textContent)")
+        rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map(each => each.innerText)")
         return heads, rows, len(images)
 
 
@@ -155,20 +133,10 @@ def test_a_page_of_simulated_ranks_has_their_collectives_and_no_curve(train):
 
 def test_report_of_a_sweep_is_a_page_of_its_settings(tmp_path):
     words = "--small --lr 1e-3 3e-3 --eval-every 2 --steps 4 --nproc 1 --report".split()
-    words = [
-        sys.executable,
-        "-m",
-        "lab.sweeps.sweep",
-        *words,
-        "--results",
-        str(tmp_path / "rows.jsonl"),
-    ]
+    words = [sys.executable, "-m", "lab.sweeps.sweep", *words, "--results", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        done.stdout.splitlines()[-1] == f"page     {tmp_path}/rows.html"
-        and "| held-out loss |" in done.stdout
-    )
+    assert done.stdout.splitlines()[-1] == f"page     {tmp_path}/rows.html" and "| held-out loss |" in done.stdout
     for log in re.findall(r"log (\S+)\)", done.stdout):
         assert "outcome  ok" in Path(log).read_text()
     if PROGRAM:
