@@ -60,6 +60,7 @@ from trainer.optimizer import learning_rate
 from trainer.parallelize import make_mesh, make_optimizer, materialise, training_step, wrap
 from trainer.run import Run
 from trainer.step import Step
+from trainer.trackers import leave
 
 PREVIEW = 200  # characters of each part of the example that is shown before the first step
 
@@ -196,4 +197,4 @@ if __name__ == "__main__":
         else:
             status = main(CONFIG, RANK, LOCAL_RANK, WORLD, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
-    sys.exit(status)
+    leave(status)

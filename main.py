@@ -60,6 +60,7 @@ from trainer.parallelize import (
 )
 from trainer.run import Run
 from trainer.step import Step
+from trainer.trackers import leave
 
 
 def train_step(step: Step, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
@@ -184,4 +185,4 @@ if __name__ == "__main__":
     with PROGRESS:
         status = main(CONFIG, RANK, LOCAL_RANK, WORLD, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
-    sys.exit(status)
+    leave(status)

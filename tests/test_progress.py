@@ -367,7 +367,8 @@ def test_at_60_columns_the_line_that_repeats_a_run_can_be_pasted_though_a_spinne
     assert last > first, lines[first:]
     pasted = "\n".join(lines[first : last + 1]).partition("repeat   ")[2]
     words = shlex.split(subprocess.check_output(["bash", "-c", f"set -- {pasted}; echo $*"], text=True))
-    assert words[:3] == [sys.executable.removeprefix(f"{os.getcwd()}/"), "main.py", "--config"] and os.path.exists(words[3]) and len(words) == 4
+    python = sys.executable.removeprefix(f"{os.getcwd()}/")
+    assert words[:3] == [python, "main.py", "--config"] and os.path.exists(words[3]) and len(words) == 4
     results = lines[next(i for i, line in enumerate(lines) if "outcome  " in line) + 1 :]
     wide = [re.sub(r"^(\w+( it)?)? +| \\$", "", line) for line in results if len(line) > 60]
     assert not [line for line in wide if " " in line], "which could have been broken"

@@ -238,18 +238,20 @@ class Odd:
 
 @pytest.mark.parametrize(("fails", "how"), [
     ("start", "raises"), ("log", "raises"), ("summarize", "raises"), ("finish", "raises"), ("start", "hangs"),
-    ("finish", "hangs"), ("never", ""),
+    ("log", "hangs"), ("summarize", "hangs"), ("finish", "hangs"), ("never", ""),
 ])  # fmt: skip
 def test_a_tracker_that_fails_or_hangs_costs_one_warning_and_others_go_on(tmp_path, capsys, monkeypatch, fails, how):
     odd, sound = Odd(fails, how), Odd("never", "")
     monkeypatch.setattr(trackers, "KINDS", dict(trackio=odd, tensorboard=sound))
-    monkeypatch.setattr(trackers, "START_S", 0.5)
-    monkeypatch.setattr(trackers, "FINISH_S", 0.5)
+    for limit in ("START_S", "LOG_S", "FINISH_S"):
+        monkeypatch.setattr(trackers, limit, 0.5)
+    begin = time.monotonic()
     run = Sinks(tmp_path / "rows.jsonl", TrackerOptions(("trackio", "tensorboard", "trackio")), stream=io.StringIO())
     for k in (1, 2):
         run.step({"step": k, **STEP})
     run.row({"outcome": "ok"})
     run.close()
+    assert time.monotonic() - begin < 5, "it was waited for"
     assert sound.taken == [("start",), ("log", 1), ("log", 2), ("summarize",), ("finish",)]
     warned = warnings_of(capsys)
     assert len(warned) == (fails != "never")
@@ -267,6 +269,31 @@ def test_trackers_that_hang_at_the_end_are_waited_for_together(tmp_path, capsys,
     run.close()
     assert time.monotonic() - begin < 2
     assert len(warnings_of(capsys)) == 3
+
+
+LEFT = """
+import atexit, sys, time
+from trainer import trackers
+class Hangs:
+    id, place, first_step = "id", "nowhere", 0
+    def __init__(self, *_):
+        atexit.register(print, "waited for")
+    def finish(self):
+        time.sleep(float(sys.argv[1]))
+trackers.KINDS, trackers.FINISH_S = dict(wandb=Hangs), 0.5
+running = trackers.Trackers(trackers.TrackerOptions(("wandb",)), {}, None, "a")
+running.finish()
+print("done", end="")
+trackers.leave(7)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "said"), [("60", "done"), ("0", "donewaited for\n")])
+def test_a_process_whose_tracker_hangs_ends_with_its_code_and_without_what_that_does_at_exit(seconds, said):
+    """W&B would wait again, for 13 s."""
+    done = ran(sys.executable, "-c", LEFT, seconds, cwd=ROOT)
+    assert (done.code, done.out) == (7, said)
+    assert done.err.count("no answer for 0.5 s; the run goes on") == (seconds == "60")
 
 
 @pytest.mark.long

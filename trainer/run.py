@@ -55,7 +55,7 @@ from trainer.step import LanguageModel, Step, check_mode, parameter_norms
 from trainer.summary import doing, facts, figures, header, row
 from trainer.terminal.output import fail, tell
 from trainer.terminal.progress import Progress
-from trainer.trackers import FINISH_S, TrackerOptions
+from trainer.trackers import FINISH_S, LOG_S, TrackerOptions
 
 
 class Run:
@@ -144,6 +144,9 @@ class Run:
 
     def _write_row(self) -> None:
         result = row(self, self.outcome)
+        # Rank 0 waits for its trackers, and the other ranks for rank 0, which is no hang.
+        if self.watchdog.limit:
+            self.watchdog.limit += LOG_S + FINISH_S
         self.sinks.row(result)
         self.watchdog.on_end = lambda outcome: None
         if not self.code:
@@ -152,9 +155,6 @@ class Run:
             lines += [*self.measured.explanation, *profile.notes, *profile.paths, *self.sampled]
             lines += [*final_lines(result, WARMUP), *self.left()]
             self.say("\n".join(lines))
-        # Rank 0 waits for its trackers, and the other ranks for rank 0, which is no hang.
-        if self.watchdog.limit:
-            self.watchdog.limit += FINISH_S
         self.watchdog.beat(self.state.step, "end")
         self.sinks.close()
 

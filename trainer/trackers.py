@@ -18,19 +18,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 from trainer.terminal.output import tell
 from trainer.terminal.text import one_line
 
 PROJECT = "simple-fsdp-trainer"
-# That a run waits for each tracker at its start, and for all of them at its end: launchers kill 30 s after a signal.
-# The trackers' own limits are minutes or none.
-START_S, FINISH_S = 30, 9
+# That a run waits for each tracker at its start, for one that takes a row, and for all of them at its end: launchers
+# kill 30 s after a signal. The trackers' own limits are minutes or none.
+START_S, LOG_S, FINISH_S = 30, 5, 9
+HANGING: list[threading.Thread] = []  # that have not answered in time
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,7 @@ class Trackers:
             kinds.pop("wandb", None)
         for kind in kinds:
             make = partial(KINDS[kind], options, config, folder, run_name)
-            wait = self._call(kind, partial(background, make))
-            tracker = wait and self._call(kind, partial(wait, time.monotonic() + START_S))
+            tracker = self._call(kind, within(START_S, make))
             if tracker is not None:
                 self.running[kind] = tracker
                 self.ids[kind] = tracker.id
@@ -268,18 +268,18 @@ class Trackers:
         for kind, tracker in [*self.running.items()]:
             # A resumed run does steps again that the tracker has already, and takes no more.
             if step >= tracker.first_step:
-                self._call(kind, partial(tracker.log, step, values))
+                self._call(kind, within(LOG_S, partial(tracker.log, step, values)))
 
     def summarize(self, row: dict[str, Any]) -> None:
         """The row of the run, of JSON values."""
         row = {name: value for name, value in row.items() if value is not None}
         for kind, tracker in [*self.running.items()]:
-            self._call(kind, partial(tracker.summarize, row))
+            self._call(kind, within(LOG_S, partial(tracker.summarize, row)))
 
     def log_table(self, name: str, columns: list[str], data: list[list]) -> None:
         """A table of a sweep, for the tracker that shows one: W&B alone."""
         if tracker := self.running.get("wandb"):
-            self._call("wandb", partial(tracker.log_table, name, columns, data))
+            self._call("wandb", within(LOG_S, partial(tracker.log_table, name, columns, data)))
 
     def finish(self) -> None:
         """Ends them, all at once, in FINISH_S; a second call does nothing."""
@@ -320,6 +320,7 @@ def background(action: Callable[[], Any]) -> Callable[[float], Any]:
     def wait(until: float) -> Any:
         thread.join(max(0, until - time.monotonic()))
         if not ended:
+            HANGING.append(thread)
             raise TimeoutError(f"no answer for {time.monotonic() - start:.2g} s")
         value, error = ended[0]
         if error is not None:
@@ -329,6 +330,22 @@ def background(action: Callable[[], Any]) -> Callable[[float], Any]:
     thread = threading.Thread(target=work, name="tracker", daemon=True)
     thread.start()
     return wait
+
+
+def within(seconds: float, action: Callable[[], Any]) -> Callable[[], Any]:
+    """The action in a thread of its own, which is waited for so long; then TimeoutError."""
+    return lambda: background(action)(time.monotonic() + seconds)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. A tracker that has not answered is not waited for again: W&B does that at the end of a process
+    for 13 s."""
+    if any(thread.is_alive() for thread in HANGING):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def muted_thread() -> redirect_stdout:
