@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from trainer.distributed.environment import ranks
 from trainer.finetuning import config as finetuning_flags
-from trainer.finetuning.checks import check_at_once
+from trainer.finetuning.checks import check_before_torch
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import on_ranks
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     RANK, LOCAL_RANK, WORLD = ranks()
     CONFIG = finetuning_flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
-        check_at_once(CONFIG, WORLD)
+        check_before_torch(CONFIG, WORLD)
     PROGRESS = Progress(f"importing torch and transformers{on_ranks(WORLD)}", speak=RANK == 0)
     import_torch(RANK, CONFIG.debug)
 
@@ -43,12 +43,12 @@ from torch import Tensor
 
 from trainer import config as flags
 from trainer.data import DataError
-from trainer.finetuning.checks import check, check_export
+from trainer.finetuning.checks import check_export, check_paths_and_packages
 from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import blank_model
 from trainer.finetuning.run import (
     check_memory,
-    exported,
+    export_and_describe,
     flops_model,
     has_exported,
     load_adapter,
@@ -109,7 +109,7 @@ def main(
     progress: Progress | None = None,
 ) -> int:
     """One run of the flags; returns its exit code. On an error or a signal `run` ends it: a line, a row, a save."""
-    with Run(config, check, rank, local_rank, world, progress) as run:
+    with Run(config, check_paths_and_packages, rank, local_rank, world, progress) as run:
         config = run.config
         device = run.device
         world = run.world
@@ -130,7 +130,7 @@ def main(
         check_memory(config, model, world)
         check_export(config)  # again: --epochs are steps now
         attention = f"{shape._attn_implementation} of transformers"
-        run.find_checkpoint(
+        run.find_checkpoint_and_open_log(
             data, model, attention, config=config, counted=flops_model(config, model)
         )
         written = has_exported(run, config)
@@ -165,7 +165,7 @@ def main(
         report_model(run, config, model, device)
         if run.done:  # all steps were, but not the export
             with run.saver:
-                run.say(exported(run, config, model))
+                run.say(export_and_describe(run, config, model))
             return 0
 
         with run.training(step, train_step) as step_fn:
@@ -186,7 +186,7 @@ def main(
         # Export: a folder that transformers reads.
         if config.export is not None:
             with run.outside_steps("export"):
-                run.sampled.append(exported(run, config, model))
+                run.sampled.append(export_and_describe(run, config, model))
     return run.code
 
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     need_packages("main.py", "torch", "tyro", "rich", "numpy", "safetensors")
 
 from trainer import config as flags
-from trainer.checks import check, check_at_once, compile_note
+from trainer.checks import check_before_torch, check_paths_and_memory, compile_note
 from trainer.distributed.environment import ranks
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import on_ranks
@@ -37,7 +37,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     RANK, LOCAL_RANK, WORLD = ranks()
     CONFIG = flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
-        check_at_once(CONFIG, WORLD)
+        check_before_torch(CONFIG, WORLD)
         if line := compile_note(CONFIG, WORLD):
             tell(line)
     PROGRESS = Progress(f"importing torch{on_ranks(WORLD)}", speak=RANK == 0)
@@ -118,14 +118,13 @@ def main(
     config: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
 ) -> int:
     """One run of the flags; returns its exit code. On an error or a signal `run` ends it: a line, a row, a save."""
-    with Run(config, check, rank, local_rank, world, progress) as run:
+    with Run(config, check_paths_and_memory, rank, local_rank, world, progress) as run:
         # Flags: every one has a value now. --world: `world` is the number of simulated ranks.
         config = run.config
         device = run.device
         world = run.world
 
-        # Data: each rank takes its rows of the same global batches. `find_checkpoint` below refuses other data than
-        # those with which the checkpoint was trained.
+        # Data: each rank takes its rows of the same global batches.
         data = Batches(
             config.data,
             global_batch=config.effective_batch,
@@ -140,7 +139,8 @@ def main(
         # Model: on the meta device, where no parameter has memory yet.
         model = reference_model(config, device)
         attention = choose_kernel(config, device)[-1]
-        run.find_checkpoint(data, model, attention, counted=model)
+        # All ranks must have the same flags, code and data, and a checkpoint to resume from must be of these data.
+        run.find_checkpoint_and_open_log(data, model, attention, counted=model)
         if run.done:
             return 0
         run.stages.add("model")

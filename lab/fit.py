@@ -37,7 +37,7 @@ from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.finetuning import config
-from trainer.finetuning.checks import check_at_once
+from trainer.finetuning.checks import check_before_torch
 from trainer.links import link
 from trainer.logging import append_jsonl, check_writable, read_rows
 from trainer.terminal.command_line import default, parse_known
@@ -261,7 +261,7 @@ def prepare(options: Fit, resolved: config.Config, words: list[str]) -> None:
     if "--data" not in words:
         text = " ".join(map(str, range(resolved.seqlen + 1)))
         data_of(options).write_text(json.dumps({"text": text}) + "\n")
-    check_at_once(resolved, 1)
+    check_before_torch(resolved, 1)
     if resolved.device == "cpu":
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 

@@ -324,7 +324,7 @@ def tune(qwen, capfd, tmp_path, monkeypatch):
 
         def call():
             c = config.parse([*map(str, usual), *map(str, argv)], 0, 1)
-            checks.check_at_once(c, 1)
+            checks.check_before_torch(c, 1)
             return finetune.main(c, 0, 0, 1)
 
         return outcome(capfd, call, results)

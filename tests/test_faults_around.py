@@ -518,7 +518,7 @@ def test_any_number_of_any_flag_is_taken_or_refused_in_a_message_that_names_a_fl
     names = [name for group in groups for name, kind in typing.get_type_hints(group).items()
              if number_of(kind) and name not in {"verbose", *hidden}]  # fmt: skip
     for name in names:
-        other, values = flags.BESIDE.get(name, ("", ()))
+        other, values = flags.ONLY_WITH.get(name, ("", ()))
         beside = [f"{flag(other)}={values[0 if 'block' not in values else values.index('block')]}"] if other else []
         for value in (*random.Random(name).sample(ODD, 2), *random.Random(name).sample(HUGE, 2)):
             told = ""
@@ -573,7 +573,8 @@ def test_what_a_run_writes_is_none_of_what_it_reads(argv, told, tmp_path, monkey
     (tmp_path / "link").symlink_to("own")
     (tmp_path / "own/t.pt").write_bytes(bytes(9000))
     with suppress(SystemExit):
-        checks.check_at_once(flags.parse([*TINY, *argv.split(), *["--results", "r"] * ("--results" not in argv)]), 1)
+        argv = [*TINY, *argv.split(), *["--results", "r"] * ("--results" not in argv)]
+        checks.check_before_torch(flags.parse(argv), 1)
     err = capsys.readouterr().err
     assert err.startswith(f"error: {told}") if told else err == "", err
     assert (tmp_path / "own/t.pt").read_bytes() == bytes(9000)
@@ -587,7 +588,7 @@ def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capfd):
     for argv, told in ((["--results", file], f"--results {file}: is a file that this run reads"),
                        (["--data", file.parent, "--save", file.parent / "run"], f"--save {file.parent}/run: lies in ")):
         words = [*map(str, ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv])]
-        done = outcome(capfd, lambda words=words: own.check_at_once(tuning.parse(words, 0, 1), 1))
+        done = outcome(capfd, lambda words=words: own.check_before_torch(tuning.parse(words, 0, 1), 1))
         assert fails(done, 2, f"error: {told}")
         assert file.read_bytes() == before
 

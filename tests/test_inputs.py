@@ -196,8 +196,8 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     assert {"depth", "steps", "loss_chunk", "mlp_chunk", "keep"} < bounded
     for name in [*sorted(bounded), "min_shard_mib", "timeout"]:
         words = [flag(name), str(2**31)]
-        if name in flags.BESIDE:
-            other, values = flags.BESIDE[name]
+        if name in flags.ONLY_WITH:
+            other, values = flags.ONLY_WITH[name]
             words += [flag(other), values[0]]
         err = refused(words, capfd)
         assert words[0] in err and f"{2**31}" in err.replace(".0", "") and "must be below 2**31" in err, name

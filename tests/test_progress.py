@@ -19,7 +19,7 @@ from running import ROOT, TINY, TORCHRUN, python, ran, resolved
 
 from trainer import checks, summary
 from trainer.logging import append_jsonl
-from trainer.summary import doing, notes
+from trainer.summary import notes, progress_text
 from trainer.terminal.output import tell
 from trainer.terminal.progress import Progress
 from trainer.terminal.text import folded
@@ -232,8 +232,8 @@ def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
     run = SimpleNamespace(config=c, watchdog=dog, finite=SimpleNamespace(loss=None))
     now = SimpleNamespace(monotonic=lambda: 0.2 * dog.step)
     monkeypatch.setattr(summary, "time", now)
-    shown = doing(run, True)
-    piped = doing(run, False)
+    shown = progress_text(run, True)
+    piped = progress_text(run, False)
     assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
     dog.begun = True
     dog.step = 2

@@ -1,9 +1,9 @@
 """What can be refused before anything is taken: data files, directories, more memory than there is. Imports no torch.
 
-check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
-check(config, world)            # on each rank: ValueError
-compile_note(config, world)     # a line for a run that compiles on a CPU
-never_run(torch.__version__)    # a line for a torch that is not in TORCH
+check_before_torch(config, world)       # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+check_paths_and_memory(config, world)   # on each rank: ValueError
+compile_note(config, world)             # a line for a run that compiles on a CPU
+never_run(torch.__version__)            # a line for a torch that is not in TORCH
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ def never_run(version: str) -> str:
     )
 
 
-def check(config: flags.Config, world: int) -> None:
+def check_paths_and_memory(config: flags.Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, data files apart."""
     from trainer.data import check_source  # with numpy, which --help does not need
 
@@ -82,9 +82,9 @@ def check_apart(config: flags.Config, read: Iterable[str | Path]) -> None:
                 )
 
 
-def check_at_once(config: flags.Config, world: int) -> None:
-    """For rank 0, before torch is imported and with flags as they are given: tells what `check` finds, and what is
-    wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
+def check_before_torch(config: flags.Config, world: int) -> None:
+    """For rank 0, before torch is imported and with flags as they are given: tells what `check_paths_and_memory` finds,
+    and what is wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
     from trainer.data import DataError, check_files, inputs
 
     device = likely_device(config)
@@ -92,7 +92,8 @@ def check_at_once(config: flags.Config, world: int) -> None:
         if config.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
             raise ValueError("--optimizer adamw8bit: needs torchao; pip install -e '.[lowbit]'")
         check_apart(config, [*inputs(config.data), *filter(None, [config.init])])
-        check(flags.filled(config, device).on(config.world or world), world)
+        filled = flags.filled(config, device).with_batch_sizes_for(config.world or world)
+        check_paths_and_memory(filled, world)
         seqlen = config.seqlen or min(defaults["seqlen"] for defaults in flags.DEFAULTS.values())
         check_files(config.data, seqlen, hold_out=config.eval_every > 0)
     except ValueError as e:

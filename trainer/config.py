@@ -317,7 +317,7 @@ class Config:
         """Of --warmup, or of --warmup-ratio once --steps are known."""
         return math.ceil(self.warmup_ratio * self.steps) if self.warmup_ratio else self.warmup
 
-    def on(self, ranks: int) -> "Config":
+    def with_batch_sizes_for(self, ranks: int) -> "Config":
         """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
         t = self.training
         rows = ranks * self.batch
@@ -330,7 +330,7 @@ class Config:
         return [*_shape_misfits(self), *run_misfits(self, started, self.world or started), *step_misfits(self)]
 
 
-BESIDE = {  # a flag that means something beside some values of another flag alone -> that flag, and these values
+ONLY_WITH = {  # a flag that means something only with some values of another flag -> that flag, and these values
     "replicas": ("mode", ("hybrid_shard",)),
     "remat_ratio": ("remat", ("mlp", "attn", "both", "block", "pointwise")),
     "remat_core": ("remat", ("attn", "both", "block")),
@@ -346,14 +346,14 @@ BESIDE = {  # a flag that means something beside some values of another flag alo
 }
 
 
-def _beside(value: Any, fits: tuple) -> bool:
+def _any_in(value: Any, fits: tuple) -> bool:
     """Whether a flag's value, or one of its values, is among those that fit."""
     return any(each in fits for each in value) if isinstance(value, tuple | list) else value in fits
 
 
 def used(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of fields, with None for each that means nothing beside the others."""
-    idle = {name for name, (other, fits) in BESIDE.items() if not _beside(values.get(other), fits)}
+    idle = {name for name, (other, fits) in ONLY_WITH.items() if not _any_in(values.get(other), fits)}
     return {name: None if name in idle else value for name, value in values.items()}
 
 
@@ -390,9 +390,9 @@ def check_ranges(config: Config) -> None:
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
             whose = " (ranks x --batch x --grad-accum)" * (name == "effective_batch")
             raise ValueError(f"{written(config, name)[:80]}{whose}: must be below 2**31")
-    for name, (other, fits) in BESIDE.items():
+    for name, (other, fits) in ONLY_WITH.items():
         options = next(group for group in (config.training, config.system, config.output) if hasattr(group, name))
-        if getattr(config, name) != getattr(type(options), name) and not _beside(getattr(config, other), fits):
+        if getattr(config, name) != getattr(type(options), name) and not _any_in(getattr(config, other), fits):
             named = " or ".join(each for each in fits if each != "auto")  # which comes to one of the others
             raise ValueError(f"{written(config, name)[:80]}: needs {as_given(other, named)}")
     link(config.link)
@@ -510,7 +510,7 @@ def filled(config: Config, device: str) -> Config:
 
 def resolve(config: Config, device: str, world: int) -> Config:
     """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
-    config = filled(config, device).on(config.world or world)
+    config = filled(config, device).with_batch_sizes_for(config.world or world)
     check_ranges(config)
     if problem := _misfit(config, world):
         raise ValueError(problem)
@@ -594,7 +594,8 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None, kind: ty
     auto = config.device == "auto" and may_have_gpu()
     devices = [*config.DEFAULTS] if auto else [config.device.replace("auto", "cpu")]
     ranks = config.world or world
-    problems = [_misfit(filled(config, device).on(ranks), world) for device in devices] if world else [None]
+    filled_by_device = [filled(config, device).with_batch_sizes_for(ranks) for device in devices] if world else []
+    problems = [_misfit(each, world) for each in filled_by_device] or [None]
     if all(problems):  # if one device would do, torch must first say which it is
         fail(problems[0], rank)
     return config

@@ -337,7 +337,7 @@ class Sinks:
             )
         self.trackers.summarize(_plain(row))
 
-    def left(self, program: str, ranks: int) -> list[str]:
+    def closing_lines(self, program: str, ranks: int) -> list[str]:
         """Where the run has left its row and its logged steps and where trackers show it, and the commands that repeat
         and draw it, for people. ranks: processes on this machine. Empty where no file is written."""
         if self.rank or not self.results:

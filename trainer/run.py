@@ -1,7 +1,7 @@
 """What surrounds the steps of main.py and of finetune.py: signals, hanging ranks, checkpoints, the log, the row.
 
     with Run(config, check, rank, local_rank, world) as run:    # flags get their values, the ranks meet
-        run.find_checkpoint(data, model, attention, counted=model)   # the newest checkpoint; run.first steps are done
+        run.find_checkpoint_and_open_log(data, model, attention, counted=model)     # run.first steps are done
         run.check_equal_weights(model)
         run.resume_into(step)                                   # loads the checkpoint into it, prepares to save
         with run.training(step, train_step) as step_fn:        # an end saves first; then --sample writes
@@ -52,7 +52,7 @@ from trainer.measuring import flops, memory, timing
 from trainer.measuring.steps import WARMUP, StepMeasurements
 from trainer.parallelize import compile_options
 from trainer.step import LanguageModel, Step, check_mode, parameter_norms
-from trainer.summary import doing, facts, figures, header, row
+from trainer.summary import figures, header, progress_text, row, same_on_all_ranks
 from trainer.terminal.output import fail, tell
 from trainer.terminal.progress import Progress
 from trainer.trackers import FINISH_S, LOG_S, TrackerOptions
@@ -153,21 +153,22 @@ class Run:
             lines = self.stages.lines() if self.config.verbose else []
             profile = self.measured.profile
             lines += [*self.measured.explanation, *profile.notes, *profile.paths, *self.sampled]
-            lines += [*final_lines(result, WARMUP), *self.left()]
+            lines += [*final_lines(result, WARMUP), *self.closing_lines()]
             self.say("\n".join(lines))
         self.watchdog.beat(self.state.step, "end")
         self.sinks.close()
 
-    def left(self) -> list[str]:
+    def closing_lines(self) -> list[str]:
+        """`Sinks.closing_lines` of this run."""
         # Without torchrun the variable may be left from another run, and mean nothing.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
-        return self.sinks.left(self.config.PROGRAM, ranks)
+        return self.sinks.closing_lines(self.config.PROGRAM, ranks)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             tell(text)
 
-    def find_checkpoint(
+    def find_checkpoint_and_open_log(
         self,
         data: Batches,
         model: LanguageModel,
@@ -176,15 +177,16 @@ class Run:
         config: flags.Config | None = None,
         counted: LanguageModel | None = None,
     ) -> None:
-        """Agrees with the other ranks on flags, code and data, finds the newest checkpoint, `resume_point`, after which
-        `first` steps are done, and opens the log. model: on meta. attention: the kernel, for people. config: the flags,
-        where the model has completed them. counted: what FLOPs are counted on; None: on nothing, since batches differ.
-        DataError, CheckpointError, Desync or ValueError: the run cannot begin."""
+        """Checks that all ranks have the same flags, code and data, finds the newest checkpoint, `resume_point`, after
+        which `first` steps are done, counts the FLOPs of a step, and opens the log. model: on meta. attention: the
+        kernel, for people. config: the flags, where the model has completed them. counted: the model to count FLOPs on;
+        None: they are not counted, since batches differ. DataError, CheckpointError, Desync or ValueError: the run
+        cannot begin."""
         self.config = config = config or self.config
         self.batches = data
         self.attention = attention
         self.finite = FiniteCheck(config, data, self.rank)
-        agree(facts(config, data), self.group)
+        agree(same_on_all_ranks(config, data), self.group)
         self.resume_point = None
         if not config.world:
             self.resume_point = checkpoint.find_checkpoint(config, data, self.group, model.identity)
@@ -274,7 +276,7 @@ class Run:
         file = self.sinks.steps
         self.measured.attach(step, train_step, file and file.with_suffix(".memory.pickle"))
         self.say("\n".join(header(self, settings)))
-        self.progress.stage(doing(self, self.progress.live is not None))
+        self.progress.stage(progress_text(self, self.progress.live is not None))
         with self.saver:
             try:
                 if not self.config.steps:

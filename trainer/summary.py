@@ -44,7 +44,7 @@ class RunToSummarize(RunView, Protocol):
     extra_columns: dict[str, Any]  # more for the row
 
 
-def facts(config: flags.Config, data: Batches) -> dict[str, Any]:
+def same_on_all_ranks(config: flags.Config, data: Batches) -> dict[str, Any]:
     """What must be the same on all ranks of a run, by name. Rank 0 alone writes results and has trackers, and a
     folder of traces may be one on each host."""
     of_rank_0 = "results", "tracker", "tracker_group", "wandb_mode", "wandb_tags"
@@ -141,7 +141,7 @@ ASIDE = dict(
 )
 
 
-def doing(run: RunToSummarize, live: bool) -> Callable[[], str]:
+def progress_text(run: RunToSummarize, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
     config = run.config
     dog = run.watchdog
@@ -183,7 +183,7 @@ def notes(config: flags.Config) -> list[str]:
     return [f"note: {text}" for text in texts]
 
 
-def goes_where(step: Step) -> list[str]:
+def muon_or_adamw_lines(step: Step) -> list[str]:
     """Of --optimizer muon, which parameters Muon updates and which AdamW; numbers in names are written as *."""
     if not isinstance(step.optimizer, Muon):
         return []
@@ -215,7 +215,7 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
     usual = type(config)(
         *(type(group)() for group in (config.training, config.system, config.output))
     )
-    usual = flags.filled(usual, config.device).on(run.world)
+    usual = flags.filled(usual, config.device).with_batch_sizes_for(run.world)
     both = {**vars(config.training), **vars(config.system)}.items()
     different = [(name, value) for name, value in both if value != getattr(usual, name)]
     changed = [
@@ -247,7 +247,7 @@ def header(run: RunToSummarize, settings: Path | None = None) -> list[str]:
         f"none for the {still} with one dimension",
         *costs,
         f"ln V = {math.log(config.vocab):.4f}: the loss where every token is equally likely",
-        *goes_where(run.step),
+        *muon_or_adamw_lines(run.step),
         *notes(config),
     ]
     lines = fitted(lines)

@@ -71,7 +71,7 @@ def flags_apart(settings: list[dict]) -> list[str]:
     groups = (config.Training, config.System, config.Output)
     usual_beside = {
         name: getattr(group, name)
-        for name in config.BESIDE
+        for name in config.ONLY_WITH
         for group in groups
         if hasattr(group, name)
     }

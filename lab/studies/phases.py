@@ -158,7 +158,7 @@ def summary(part: str, ms: list[float]) -> dict:
     )
 
 
-def theirs() -> dict[tuple[str, str, bool], dict]:
+def published_times() -> dict[tuple[str, str, bool], dict]:
     """{(size, precision, compiled): a line of published ms of forward + backward, and on what}"""
     published_rows = {}
     for size in SIZES:
@@ -205,7 +205,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
         f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
         "than the median of the others."
     )
-    return section(rows, text, columns(gpu), beside(map(entry, rows), theirs(), key))
+    return section(rows, text, columns(gpu), beside(map(entry, rows), published_times(), key))
 
 
 def entry(row: dict) -> dict:

@@ -342,9 +342,9 @@ def main_setting(setting: str) -> dict:
         resolved = config.parse(shlex.split(join(flags)))
         machine = "cuda" if gpus() else "cpu"
         return config.setting(
-            config.filled(resolved, machine if resolved.device == "auto" else resolved.device).on(
-                resolved.world or nproc
-            )
+            config.filled(
+                resolved, machine if resolved.device == "auto" else resolved.device
+            ).with_batch_sizes_for(resolved.world or nproc)
         )
     return {}
 

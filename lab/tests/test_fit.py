@@ -101,7 +101,7 @@ def instead(folder, monkeypatch):
     """instead(least share that fits) makes runs rows without running them, on a GPU; returns the settings that ran."""
     monkeypatch.setattr(sweep, "gpus", lambda: 1)
     monkeypatch.setattr(sweep, "current", lambda rows, relaxed: rows)
-    monkeypatch.setattr(fit, "check_at_once", lambda c, world: None)
+    monkeypatch.setattr(fit, "check_before_torch", lambda c, world: None)
 
     def begin(fits_from, outcome="OOM fwd", out_of_memory=True, also=()):
         ran = []

@@ -66,7 +66,7 @@ def resolved(setting, device):
     groups = {name: getattr(parsed(), name) for name in ("training", "system", "output")}
     for flag, values in flags.items():
         name = flag[2:].removeprefix("no-").replace("-", "_")
-        other = config.command_line.flag(config.BESIDE.get(name, ("",))[0])
+        other = config.command_line.flag(config.ONLY_WITH.get(name, ("",))[0])
         given = parsed(*([other, *flags[other]] if other in flags else []), flag, *values)
         group = next(group for group, value in groups.items() if name in {field.name for field in fields(value)})
         groups[group] = replace(groups[group], **{name: getattr(given, name)})

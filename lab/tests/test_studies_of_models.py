@@ -88,7 +88,7 @@ def test_phases_have_every_warm_up_and_stand_beside_the_published_rows():
     assert first == [0, 1, 2, 5] and len(full) == 2 * 3 + 5 * 2 * 2
     small = phases.settings(Namespace(sizes=None, small=True, batch=4, context=128, repeat=10))
     assert [(c["size"], c["warmup"]) for c in small if c["compiled"]] == [("tiny", 0)] and len(small) == 6
-    theirs = {key: line["published"] for key, line in phases.theirs().items()}
+    theirs = {key: line["published"] for key, line in phases.published_times().items()}
     assert theirs["xl", "fp32", True] == "51.2 + 287.2 (no GPU named)"
     assert theirs["2.7b", "bf16", False] == "81.0 + 223.0 (A100)"
     assert theirs["medium", "fp32", False].count("(") == 3

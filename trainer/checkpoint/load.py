@@ -277,7 +277,9 @@ def _find_checkpoint(
     config: Config, batches: Batches, group: Group, identity: dict
 ) -> Checkpoint | None:
     folder = dict(auto=config.save, never=None).get(config.resume, config.resume)
-    present, paths, continued = on_rank_0(partial(_look, config.save, folder), group)
+    present, paths, continued = on_rank_0(
+        partial(_clean_and_list_steps, config.save, folder), group
+    )
     checkpoint = newest(paths, group)
     if checkpoint is not None:
         _check(checkpoint, config, batches, identity)
@@ -321,7 +323,9 @@ def _mark(path: str) -> str:
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
-def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], bool]:
+def _clean_and_list_steps(
+    save: str | None, folder: str | None
+) -> tuple[list[str], list[str], bool]:
     """Removes unfinished steps from `save`; returns the names of the committed ones, the paths of the steps to resume
     from, and whether these are those of `save` because its run began at a step of `folder`, by the same command."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []

@@ -1,7 +1,7 @@
 """What can be refused before anything is taken: --model's folder, --data's files, memory. Imports no torch.
 
-check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
-check(config, world)            # on each rank: ValueError
+check_before_torch(config, world)           # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+check_paths_and_packages(config, world)     # on each rank: ValueError
 """
 
 import importlib.util
@@ -181,7 +181,7 @@ def check_export(config: Config) -> None:
         raise ValueError(f"--export {config.export}: already exists; name a new folder")
 
 
-def check(config: Config, world: int) -> None:
+def check_paths_and_packages(config: Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
     for flag, name in (("model", "transformers"), ("model", "safetensors"), ("lora", "peft")):
         if getattr(config, flag) and importlib.util.find_spec(name) is None:
@@ -200,14 +200,14 @@ def check(config: Config, world: int) -> None:
     checks.check_outputs(config)
 
 
-def check_at_once(config: Config, world: int) -> None:
-    """For rank 0, before torch is imported and with flags as they are given: what `check` finds, and what is wrong with
-    the files of --model and --data as this rank sees them."""
+def check_before_torch(config: Config, world: int) -> None:
+    """For rank 0, before torch is imported and with flags as they are given: what `check_paths_and_packages` finds, and
+    what is wrong with the files of --model and --data as this rank sees them."""
     from trainer.data import DataError
     from trainer.finetuning.sources import check_files, weighted
 
     try:
-        check(config, world)
+        check_paths_and_packages(config, world)
         check_folder(config.model, weights=not config.random)
         if config.export is not None:
             copied(config.model)

@@ -248,7 +248,7 @@ def has_exported(run: Run, config: Config) -> bool:
     return config.export is not None and on_rank_0(written, run.group)
 
 
-def exported(run: Run, config: Config, model: HuggingFaceModel) -> str:
+def export_and_describe(run: Run, config: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
     ends = run.batches.learned_ends
     line = export(
