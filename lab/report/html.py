@@ -14,16 +14,30 @@ HEAD = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body { font: 15px/1.45 sans-serif; max-width: 76rem; margin: 1rem auto; padding: 0 1rem; color: #111; background: #fff }
+:root { color-scheme: light dark; --text: #111; --back: #fff; --line: #ccc; --quiet: #444 }
+body { font: 15px/1.45 sans-serif; max-width: 76rem; margin: 1rem auto; padding: 0 1rem; color: var(--text);
+    background: var(--back) }
+p { overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; max-width: 100% }
-th, td { border-bottom: 1px solid #ccc; padding: 2px 7px; text-align: left; vertical-align: top }
+th, td { border-bottom: 1px solid var(--line); padding: 2px 7px; text-align: left; vertical-align: top }
 td { overflow-wrap: anywhere }
-th { border-bottom: 1px solid #111 }
+th { border-bottom: 1px solid var(--text) }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums }
 code { font-size: 12px; overflow-wrap: anywhere }
 figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; vertical-align: top; width: 36rem; max-width: 100% }
 figure img { width: 100%; height: auto }
-figcaption { font-size: 13px; color: #444 }
+figcaption { font-size: 13px; color: var(--quiet) }
+@media (prefers-color-scheme: dark) {
+    :root { --text: #e6e6e6; --back: #1a1a1a; --line: #444; --quiet: #aaa }
+    figure img { filter: invert(.9) hue-rotate(180deg) }
+}
+@media (max-width: 40rem) { /* a phone: a wide table or figure keeps its size and scrolls */
+    .wide, figure { overflow-x: auto }
+    td { min-width: 5rem }
+    td.number { white-space: nowrap; overflow-wrap: normal; min-width: 0 }
+    figure { margin-right: 0 }
+    figure img { width: 34rem }
+}
 </style></head><body>
 <h1>Report</h1>
 """
@@ -53,9 +67,9 @@ def table(text: str) -> str:
     )
     return "\n".join(
         [
-            f"<table><thead><tr>{titles}</tr></thead><tbody>",
+            f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>',
             *(f"<tr>{row}</tr>" for row in rows),
-            "</tbody></table>",
+            "</tbody></table></div>",
         ]
     )
 

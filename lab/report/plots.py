@@ -9,6 +9,7 @@
 Each returns the files that it wrote, an SVG before its PNG. What would show nothing raises NoFigure, which says why.
 """
 
+import re
 import textwrap
 from collections import Counter
 from itertools import accumulate
@@ -108,7 +109,13 @@ def names_of(rows: list[dict], settings: list[dict]) -> list[str]:
 
 
 def wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, break_on_hyphens=False)
+    """The text on lines of `width`; a flag stays beside its first value where both fit."""
+
+    def joined(pair: re.Match) -> str:
+        return pair[0].replace(" ", "\xa0") if len(pair[0]) <= width else pair[0]
+
+    whole = re.sub(r"--[\w-]+ (?!-)\S+", joined, text)
+    return textwrap.fill(whole, width, break_on_hyphens=False).replace("\xa0", " ")
 
 
 def wrapper(row: dict) -> str:
@@ -294,7 +301,7 @@ def bars(
     heights = [0.1 + 0.14 * (1 + text.count("\n")) for text, _ in entries]  # inch
     middles = [end - height / 2 for height, end in zip(heights, accumulate(heights), strict=True)]
     series = list(dict.fromkeys(bar.series for bar in made))
-    plot = column(1.3 + sum(heights) + 0.17 * len(series))
+    plot = column(1.3 + sum(heights) + 0.17 * len(series) * (len(series) > 1))
     if title:
         plot.suptitle(title, fontsize=9)
     handles = {}
@@ -315,7 +322,8 @@ def bars(
             if theirs := bar.published.get(key):
                 style = dict(color="black", markerfacecolor="white")
                 [handles["published"]] = ax.plot(theirs, at, "D", **style)
-        ax.set(xlabel=wrapped(words, 22), ylim=(sum(heights), 0))
+        label = wrapped(words, 22) + "\nbar: smallest,\nline: median" * (key == "step_ms")
+        ax.set(xlabel=label, ylim=(sum(heights), 0))
         ax.set_xlim(0, 1.08 * ax.get_xlim()[1])
         ax.set_yticks(middles, [text for text, _ in entries])
         ax.tick_params(axis="y", length=0)
@@ -324,13 +332,8 @@ def bars(
         ax.grid(False, axis="y")
     for label, (_, bar) in zip(panes[0].get_yticklabels(), entries, strict=True):
         label.set_fontweight("normal" if bar else "bold")
-    legend(
-        plot,
-        handles,
-        "time: bars to the smallest step, lines to the median"
-        if "step_ms" in dict(shown)
-        else None,
-    )
+    if len(handles) > 1:  # else it would say what all have
+        legend(plot, handles)
     return save(plot, folder, file)
 
 

@@ -25,6 +25,12 @@ CLIPPED = """[...document.querySelectorAll("body, body *")].filter(each => {
         || box.right > document.documentElement.clientWidth + 1 || box.left < 0;
 }).map(each => each.outerHTML.slice(0, 80))"""
 
+BROKEN = """[...document.querySelectorAll("td.number")].filter(each => {
+    const range = document.createRange();
+    range.selectNodeContents(each);
+    return range.getClientRects().length > 1;
+}).map(each => each.innerText)"""
+
 
 @pytest.fixture
 def page(tmp_path, monkeypatch, report):
@@ -68,6 +74,17 @@ def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
             rows = browser.evaluate("[...document.querySelectorAll('table')].map(each => each.tBodies[0].rows.length)")
             assert len(rows) == 3 and min(rows) > 0
             assert browser.evaluate(CLIPPED) == [], width
+        seen = browser.open(page.as_uri(), 390)  # a phone, where what is wide scrolls by itself
+        assert seen.errors == []
+        assert browser.evaluate(CLIPPED.replace("body *", "body :not(.wide, .wide *, figure, figure *)")) == []
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert browser.evaluate(BROKEN) == [], "numbers that go on in a second line"
+        for scheme, back in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(26, 26, 26)")):
+            features = [dict(name="prefers-color-scheme", value=scheme)]
+            browser.ask("Emulation.setEmulatedMedia", browser.session, features=features)
+            assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == back
+            inverted = browser.evaluate("getComputedStyle(document.images[0]).filter") != "none"
+            assert inverted == (scheme == "dark"), "a figure has the colours of the page"
         # The checks see what they are for: a picture from elsewhere, and words too long for the page.
         bad = page.with_name("bad.html")
         bad.write_text(page.read_text().replace("</body>", f'<img src="{page.parent.as_uri()}/none.png"><pre>'
