@@ -5,8 +5,8 @@
     python -m lab.benchmarks.planner --fit       # lab/planning/field.toml: constants, and the error of each kind
 
 The published runs are published/runs.csv and published/runs_mpt.csv. The constants are fitted to every third run of
-each publication and GPU. The error of a kind comes from publications that the constants were not fitted to: each
-publication in turn is left out whole, and predicted by what is fitted to the others.
+each publication and GPU, those of scaled GPUs, too. The error of a kind comes from publications that the constants
+were not fitted to: each publication in turn is left out whole, and predicted by what is fitted to the others.
 
 Steps of the reference transformer (the tables of published/, results/h100.jsonl) are predicted by the constants of
 hardware.toml, simulated peaks (rows of lab.benchmarks.peaks) by no constant at all.
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from lab.planning import hardware
 from lab.planning.architecture import architecture
 from lab.planning.liveness import Tape
-from lab.planning.report import doubts, kind_of
+from lab.planning.report import doubts, kind_of, network_decides
 from lab.planning.schedule import step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
@@ -41,18 +41,29 @@ from trainer.terminal.output import put
 ROOT = Path(__file__).parents[2]
 # Simulated peaks: of settings drawn over all options, then of the reference setting.
 PEAKS = ("plan_peaks.jsonl", "peaks.jsonl")
-# What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
-# about 1.7 times as long as the second (Dao 2023, arXiv:2307.08691, figures 4 to 7), whose rate hardware.toml has.
+# What a constant is without a row that says otherwise. The first FlashAttention takes about 1.7 times as long as the
+# second (Dao 2023, arXiv:2307.08691, figures 4 to 7), whose rate hardware.toml has.
 NEUTRAL = {
     "a100-80 products": 1.0,
     "h100 products": 1.0,
     "a100-80 memory": 1.0,
     "h100 memory": 1.0,
-    "a100-80 eager attention": 0.6,
-    "h100 eager attention": 0.6,
+    "a100-80 first FlashAttention": 0.6,
+    "h100 first FlashAttention": 0.6,
     "eager passes": 1.0,
     "straggling": 0.0,
 }
+ALIKE = 5.0  # weight of the square by which the logarithms of two GPUs' constants differ, beside that of one row
+# What the programs of others do and main.py does not, read in their code or date and not fitted. Bytes a token:
+# Composer computes two metrics of the training logits, each a cast to fp32 and a log-softmax; nanoGPT of December 2022
+# has all T x T scores of its 12 layers and heads in memory, forward and backward.
+METRICS = 28 * 50368
+BESIDE = {
+    "MosaicGPT 2023-04": METRICS,
+    "llm-foundry MPT": METRICS,
+    "nanoGPT README (model.py bench)": 30 * 12 * 12 * 1024,
+}
+FIRST_FLASH = ("MosaicGPT 2023-04", "llm-foundry MPT")  # the first FlashAttention, in Triton
 FLOOR_US = 10.0  # of an eager operation: a launch of some kernels. Not fitted
 CONTEXT_GIB = 0.5  # CUDA's, which nvidia-smi counts
 WITHIN = 0.85  # part of the rows of a kind whose error is at most the stated one
@@ -85,18 +96,31 @@ class Row(NamedTuple):
 
     def asked(self, constants: dict[str, float]) -> Question:
         eager = self.q.config.compile == "none"
-        return replace(self.q, gpu=hardware.field(hardware.gpu(self.name), eager, constants))
+        gpu = hardware.field(hardware.gpu(self.name), eager, constants)
+        if self.first_flash:
+            part = constants[f"{gpu.like} first FlashAttention"]
+            rates = {k: tuple(part * rate for rate in pair) for k, pair in gpu.attention.items()}
+            gpu = gpu._replace(attention=rates)
+        return replace(self.q, gpu=gpu)
+
+    @property
+    def first_flash(self) -> bool:
+        return self.publication in FIRST_FLASH
+
+    @property
+    def step_tokens(self) -> int:
+        """Of one GPU."""
+        return self.q.config.batch * self.q.config.grad_accum * self.q.config.seqlen
+
+    def beside(self, gpu: hardware.Gpu) -> float:
+        """Seconds of what the run did and main.py does not."""
+        return BESIDE.get(self.publication, 0) * self.step_tokens / gpu.bandwidth
 
     def error(self, constants: dict[str, float]) -> float:
         """Planned tokens per second over the published ones, less 1."""
-        config = self.q.config
-        planned = (
-            config.batch
-            * config.grad_accum
-            * config.seqlen
-            / self.asked(constants).time(self.tape).seconds
-        )
-        return planned / self.tokens - 1
+        q = self.asked(constants)
+        seconds = q.time(self.tape).seconds + self.beside(q.gpu)
+        return self.step_tokens / seconds / self.tokens - 1
 
 
 @cache
@@ -126,11 +150,11 @@ def doubted(row: Row) -> list[str]:
 
 
 def third(rows: Iterable[Row]) -> list[Row]:
-    """Every third row of each publication and GPU, but those whose kind of GPU or of step the answer doubts."""
+    """Every third row of each publication and GPU, but those that a network decides which is not stated."""
     by_source = defaultdict(list)
     for row in rows:
         by_source[row.publication, row.name].append(row)
-    return [row for mine in by_source.values() for row in mine[::3] if not doubts(row.q, 0)]
+    return [row for mine in by_source.values() for row in mine[::3] if not network_decides(row.q)]
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
@@ -138,15 +162,22 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
     step, which the constants divide."""
     start = dict(NEUTRAL, **{"eager floor_us": FLOOR_US})
     ones = start | dict.fromkeys(NEUTRAL, 1.0) | {"straggling": 0.0}
-    parts = [row.asked(ones).time(row.tape).parts for row in rows]
+    asked = [row.asked(ones) for row in rows]
+    parts = [
+        (q.time(row.tape).parts, row.beside(q.gpu)) for row, q in zip(rows, asked, strict=True)
+    ]
 
     def loss(x: dict[str, float]) -> float:
         off = 0.3 * sum(math.log(x[name] / usual) ** 2 for name, usual in NEUTRAL.items() if usual)
-        for row, terms in zip(rows, parts, strict=True):
+        off += ALIKE * sum(
+            math.log(x[f"a100-80 {what}"] / x[f"h100 {what}"]) ** 2
+            for what in ("products", "memory", "first FlashAttention")
+        )
+        for row, (terms, beside) in zip(rows, parts, strict=True):
             like = row.q.gpu.like
             eager = row.q.config.compile == "none"
             passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
-            core = x[f"{like} eager attention"] if eager else 1.0
+            core = x[f"{like} first FlashAttention"] if row.first_flash else 1.0
             seconds = (
                 terms[PRODUCTS] / x[f"{like} products"]
                 + terms[CORE] / core
@@ -158,13 +189,8 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
                 if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST)
             )
             seconds *= 1 + x["straggling"] * math.log2(max(row.q.ranks / row.q.per_node, 1))
-            off += abs(
-                math.log(
-                    seconds
-                    * row.tokens
-                    / (row.q.config.batch * row.q.config.grad_accum * row.q.config.seqlen)
-                )
-            )
+            seconds += beside / x[f"{like} memory"]
+            off += abs(math.log(seconds * row.tokens / row.step_tokens))
         return off
 
     x = dict(start)
@@ -187,14 +213,24 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
     return x
 
 
+def publisher(publication: str) -> str:
+    """Whose a publication is: its first word, unless they have several names."""
+    name = publication.split()[0]
+    return {"llm-foundry": "MosaicGPT", "float8nocompile": "torchtitan"}.get(name, name)
+
+
 @cache
-def left_out() -> list[tuple[Row, float]]:
-    """Each row, and its error with constants fitted without its publication."""
+def left_out(publishers: bool = False) -> list[tuple[Row, float]]:
+    """Each row, and its error with constants fitted without its publication, or without its publisher."""
     outcomes = []
     rows = published()
-    for publication in dict.fromkeys(row.publication for row in rows):
-        constants = fit(third(row for row in rows if row.publication != publication))
-        outcomes += [(row, row.error(constants)) for row in rows if row.publication == publication]
+    sources = [publisher(row.publication) if publishers else row.publication for row in rows]
+    for source in dict.fromkeys(sources):
+        of_it = [name == source for name in sources]
+        constants = fit(third(row for row, own in zip(rows, of_it, strict=True) if not own))
+        outcomes += [
+            (row, row.error(constants)) for row, own in zip(rows, of_it, strict=True) if own
+        ]
     return outcomes
 
 
@@ -563,6 +599,9 @@ def show() -> None:
     )
     put(
         *summary(left_out()),
+        "",
+        "the same, each publisher predicted by constants fitted to the others",
+        *summary(left_out(publishers=True))[1:3],
         "",
         *by_publication(left_out()),
         "",

@@ -78,17 +78,10 @@ def field(gpu: Gpu, eager: bool, constants: dict[str, float] | None = None) -> G
     def of(what: str) -> float:
         return constants.get(f"{gpu.like} {what}", 1.0)
 
-    attention, floor = (
-        (of("eager attention"), 1e-6 * constants["eager floor_us"]) if eager else (1.0, gpu.floor)
-    )
-    rates = {
-        kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()
-    }
     return gpu._replace(
         products=of("products") * gpu.products,
         bandwidth=of("memory") * gpu.bandwidth,
-        attention=rates,
-        floor=floor,
+        floor=1e-6 * constants["eager floor_us"] if eager else gpu.floor,
         passes=constants["eager passes"] if eager else 1.0,
         straggling=constants["straggling"],
     )

@@ -65,14 +65,19 @@ def unlike(q: Question) -> list[str]:
     return reasons
 
 
+def network_decides(q: Question) -> bool:
+    """Several nodes, and too few tokens a micro-batch to hide the collectives of any network."""
+    return q.ranks > q.per_node and q.config.batch * q.config.seqlen <= FEW_TOKENS
+
+
 def doubts(q: Question, peak: float) -> list[str]:
     """Why an answer is extrapolated: what no run says that stands behind its figures."""
     reasons = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
     if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
         reasons.append(
-            "eager blocks with a gate on one node: published runs were slower or faster by up to a quarter"
+            "eager blocks with a gate on one node: published runs were slower or faster by up to a sixth"
         )
-    if q.ranks > q.per_node and q.config.batch * q.config.seqlen <= FEW_TOKENS:
+    if network_decides(q):
         reasons.append(
             f"at most {FEW_TOKENS} tokens a micro-batch over several nodes: the network decides, which is seldom stated"
         )

@@ -120,6 +120,29 @@ def test_the_stated_constants_and_errors_are_those_of_the_rows():
     bars = planner.bars(planner.left_out())
     assert {kind: rows for kind, (rows, _) in bars.items()} == {kind: bar[0] for kind, bar in stated["bars"].items()}
     assert [bar for _, bar in bars.values()] == pytest.approx([bar[1] for bar in stated["bars"].values()], abs=0.01)
+    whole = planner.left_out(publishers=True)
+    assert "\n".join(planner.summary(whole)[1:3]) in (ROOT / "docs/planner.md").read_text()
+
+
+def test_what_a_run_does_beside_our_step_takes_time_of_its_own(found, monkeypatch):
+    """Metrics of the logits, and the first FlashAttention: in the publications that have them, in no other."""
+    constants = hardware.field_data()["constants"]
+    rows = {name: next(row for row, _ in found if row.publication == name) for name, _ in
+            [*planner.BESIDE.items(), ("torchtitan 355", 0)]}  # fmt: skip
+    before = {name: row.error(constants) for name, row in rows.items()}
+    for part in ({"BESIDE": {}}, {"FIRST_FLASH": ()}):
+        with monkeypatch.context() as patch:
+            for name, value in part.items():
+                patch.setattr(planner, name, value)
+            faster = {name for name, row in rows.items() if row.error(constants) > before[name] + 1e-4}
+        assert faster == (set(planner.BESIDE) if "BESIDE" in part else set(planner.FIRST_FLASH))
+
+
+def test_a_publisher_is_left_out_with_all_its_names():
+    names = {row.publication for row in planner.published()}
+    mosaic = {name for name in names if planner.publisher(name) == "MosaicGPT"}
+    assert mosaic == set(planner.FIRST_FLASH) and planner.publisher("fms-fsdp 2024-02") == "fms-fsdp"
+    assert len({planner.publisher(name) for name in names}) == len(names) - 1 - 7 - 1
 
 
 AXES = {
