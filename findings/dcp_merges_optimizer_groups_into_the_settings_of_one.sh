@@ -4,9 +4,9 @@
 # Seen: Saved with two groups (matrices: lr 0.1, decay 0.01; norms and biases: lr 0.2, no decay) and set into an
 #   optimizer of one group, all parameters get the LAST group's lr 0.2 and no decay. With
 #   flatten_optimizer_state_dict=True the same call gives all of them the settings saved for the first parameter of
-#   the new group, here 0.1 and 0.01. No warning, and the moments are the saved ones. In the other direction, one
-#   group into two, the default leaves the first group without `lr`, and the next step raises KeyError: 'betas';
-#   flattened, both groups silently get the one group's settings.
+#   the new group, here 0.1 and 0.01. No warning, the moments are the saved ones, and training goes on. The noisy
+#   sibling is reported (pytorch#143828, closed): groups that do not fit the other way make the next step raise a
+#   KeyError.
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or the settings kept.
 # Why it matters: A resume after the parameter groups were merged trains on with the wrong learning rate and weight
@@ -77,31 +77,26 @@ def moments(model, optimizer):
     return torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in model.parameters()])
 
 
-def moved(before, after, flatten):
-    """The groups' (lr, weight_decay), whether the moments are the saved ones, and what the next step does."""
+def merged(flatten):
+    """The one group's (lr, weight_decay) and whether the moments are the saved ones; a step must run."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    saved_model, saved = build(before)
+    saved_model, saved = build(2)
     state = get_optimizer_state_dict(saved_model, saved, options=options)
-    model, optimizer = build(after, (1.0, 2.0), scale=3.0)
+    model, optimizer = build(1, (1.0, 2.0), scale=3.0)
     assert not torch.equal(moments(model, optimizer), moments(saved_model, saved))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         set_optimizer_state_dict(model, optimizer, state, options=options)
-    groups = [(group.get("lr"), group.get("weight_decay")) for group in optimizer.param_groups]
+    groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     same = torch.equal(moments(model, optimizer), moments(saved_model, saved))
-    try:
-        optimizer.step()
-    except KeyError as error:
-        return groups, same, repr(error)
-    return groups, same, "done"
+    optimizer.step()
+    return groups, same
 
 
-found = {}
-for flatten in (False, True):
-    for before, after in ((2, 1), (1, 2)):
-        groups, same, step = found[before, after, flatten] = moved(before, after, flatten)
-        print(f"{before} group(s) into {after}, flatten={flatten}: (lr, decay) {groups}, ", end="")
-        print(f"moments as saved: {same}, next step: {step}")
+for flatten, expected in ((False, (0.2, 0.0)), (True, (0.1, 0.01))):
+    groups, same = merged(flatten)
+    print(f"(0.1, 0.01) and (0.2, 0.0) into one, flatten={flatten}: (lr, decay) {groups}, moments as saved: {same}")
+    assert groups == [expected] and same, (groups, same)
 _, one = build(1)
 _, two = build(2)
 try:
@@ -110,11 +105,6 @@ try:
 except ValueError as error:
     plain = repr(error)
 print("2 groups into 1 by optimizer.load_state_dict:", plain)
-assert found[2, 1, False] == ([(0.2, 0.0)], True, "done"), found
-assert found[2, 1, True] == ([(0.1, 0.01)], True, "done"), found
-assert found[1, 2, True] == ([(0.1, 0.01), (0.1, 0.01)], True, "done"), found
-assert found[1, 2, False][0][0] == (None, None), found
-assert found[1, 2, False][2] == "KeyError('betas')", found
 assert "different number of parameter groups" in plain, plain
 END
 "$python" finding.py

@@ -6,7 +6,8 @@
 #   warning, for the weights of a parameter group at rate 0. A first rate of 1e-12 is harmless. AdamW of the same
 #   package and AdamWScheduleFree of schedulefree leave the weights as they were in a step at rate 0, and train on. It
 #   is the same with HeavyBall's compilation, which this program switches off. The code catches ZeroDivisionError for
-#   this case, but the 0 / 0 is of tensors and gives NaN.
+#   this case, but the 0 / 0 is of tensors and gives NaN. The original package had a sibling, which raised that error
+#   (schedule_free#5, closed) and is mended there.
 # Versions: torch 2.13.0, heavyball 3.2.1, schedulefree 1.4.1, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: Weights unchanged by a step whose learning rate is 0.
 # Why it matters: The loss is finite at the first step and NaN from the second on, whatever the peak rate: one looks

@@ -5,7 +5,8 @@
 #   configured adapters with stride_A=2 the first has one A and one B for the query projections of both layers; the
 #   second has two of each, which train apart (the routers are a layer's own in both). save_pretrained and from_pretrained
 #   run, and the model that is loaded gives other logits than the one that was saved, by three fifths of what the
-#   training changed.
+#   training changed. The cause: the sharing is done in _post_injection_hook, which only the constructor of the tuner
+#   calls. add_adapter calls inject_adapter alone; from_pretrained, which constructs, shares.
 # Versions: torch 2.13.0, transformers 5.23.0, peft 0.21.2, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: That the second adapter shares as the first does, and that a saved adapter gives the saved outputs.
 # Why it matters: An adapter trained beside another one has more parameters than it should, and much of its training is

@@ -2,11 +2,12 @@
 # A PEFT LoRA adapter of init_lora_weights='pissa_niter_4' gives other outputs after a load; 'pissa' does not.
 #
 # Seen: Saved and loaded onto the same base weights, the adapter changes the logits by a sixth of what its training
-#   did, and two loads with different seeds differ from each other. Loading runs the randomised decomposition again,
-#   with the random numbers of that moment, and subtracts its result from the base weights. A load that starts from
-#   the random state in which the adapter was created gives the saved outputs. With 'pissa', which decomposes exactly,
-#   every load does. The base weights are random here: how large the damage is depends on their singular values.
-#   AdaMSS and PSOFT of the same package save a seed for this.
+#   did, and two loads with different seeds differ from each other. With 'pissa_niter_16', of which the docstring says
+#   that it trains about as the exact decomposition does, it is a sixteenth. Loading runs the randomised decomposition
+#   again, with the random numbers of that moment, and subtracts its result from the base weights. A load that starts
+#   from the random state in which the adapter was created gives the saved outputs. With 'pissa', which decomposes
+#   exactly, every load does. The base weights are random here: how large the damage is depends on their singular
+#   values. AdaMSS and PSOFT of the same package save a seed for this.
 # Versions: torch 2.13.0, transformers 5.23.0, peft 0.21.2, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: That from_pretrained gives the model that was saved, as with 'pissa'.
 # Why it matters: A trained adapter is damaged when it is loaded, and so is a run that resumes.
@@ -90,8 +91,9 @@ def load(folder, seed):
     return logits(PeftModel.from_pretrained(model, folder), TOKENS)
 
 
+LEAST = {"pissa": 0, "pissa_niter_4": 0.1, "pissa_niter_16": 0.02}  # of what the training changed
 changes = {}
-for kind in ("pissa", "pissa_niter_4"):
+for kind in LEAST:
     config = LoraConfig(
         task_type="CAUSAL_LM", r=4, init_lora_weights=kind, target_modules=["q_proj", "v_proj", "up_proj"]
     )
@@ -110,8 +112,9 @@ for kind in ("pissa", "pissa_niter_4"):
         f"a load with the seed of the creation changes them by {difference(same, trained):.2e}"
     )
     assert difference(same, trained) < 1e-4, difference(same, trained)
-    assert kind == "pissa" or changes[kind][0] > 0.1 * difference(trained, untrained), changes
+    assert changes[kind][0] >= LEAST[kind] * difference(trained, untrained), changes
 assert max(changes["pissa"]) < 1e-4, changes
 assert min(changes["pissa_niter_4"]) > 1e-2, changes
+assert min(changes["pissa_niter_16"]) > 5e-3, changes
 END
 "$python" finding.py

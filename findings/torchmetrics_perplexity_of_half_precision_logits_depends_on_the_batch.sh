@@ -11,8 +11,7 @@
 # Expected: That a metric which takes half precision sums in the float32 of its state, and that a perplexity does not
 #   depend on how the text is cut into batches.
 # Why it matters: Evaluations of bfloat16 logits at different batch sizes differ by more than models often do; in
-#   float16 one hard token, or a larger batch, makes a model's perplexity infinite: at a mean loss of 3 a batch of
-#   21'800 tokens.
+#   float16 one hard token, or a larger batch, makes a model's perplexity infinite.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(torchmetrics==1.9.0 numpy==2.4.6 torch==2.13.0)

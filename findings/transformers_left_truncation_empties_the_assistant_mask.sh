@@ -4,7 +4,8 @@
 # Seen: apply_chat_template(.., return_assistant_tokens_mask=True, truncation=True) with truncation_side="left" marks
 #   both answers if the cut is before the first, and no token at all if it is inside or after the first: the second
 #   answer, which is wholly there, is not marked either. The loop over the answers ends at the first one whose start
-#   is not found. Truncated on the right, the mask covers the answers that remain.
+#   is not found. Truncated on the right, the mask covers the answers that remain: that
+#   side was mended (transformers#34494, closed).
 # Versions: torch 2.13.0, transformers 5.23.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: A mask of the answers that remain.
 # Why it matters: truncation_side="left" is what keeps the end of a long chat. An example that is cut inside or after
