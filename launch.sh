@@ -104,6 +104,10 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     [[ ${NNODES:-1} =~ ^([1-9][0-9]{0,4})(:([1-9][0-9]{0,4}))?$ ]] || die "$expected" 2
     least=${BASH_REMATCH[1]} most=${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}
     [ "$least" -le "$most" ] || die "$expected" 2
+    case ${NNODES:-1} in
+        1|*:*) ;;
+        *) [ $((10#${NODE_RANK:-0})) -lt "$most" ] || die "NODE_RANK=$NODE_RANK: expected a number below NNODES=$NNODES" 2 ;;
+    esac
     # The flags must do for each number of ranks; wrong ones are one line here, before torch is imported.
     if [ "$1" = main.py ]; then "$py" -c 'import sys
 from trainer.config import parse

@@ -46,7 +46,7 @@ from trainer.links import measured
 from trainer.logging import check_writable
 from trainer.terminal import output
 from trainer.terminal.command_line import flag
-from trainer.terminal.output import regular
+from trainer.terminal.output import Parser, regular
 
 pytestmark = pytest.mark.usefixtures("isolated")
 LAUNCH = dict(PYTHON=sys.executable, NO_INSTALL="1")  # the environment of ./launch.sh
@@ -609,6 +609,15 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
 def test_a_bad_command_line_controls_no_terminal(words, capfd):
     done = outcome(capfd, lambda: flags.parse(words))
     assert done.code == 2 and not {*done.err} & {*"\x1b\x9b\r"}, done.err
+
+
+def test_a_bad_command_line_of_any_program_controls_no_terminal(capfd):
+    parse = Parser(prog="report").parse_args
+    done = outcome(capfd, lambda: parse(["--a\x1b[2J\x9b2J"]))
+    assert done.code == 2 and "unrecognized arguments" in done.err and not {*done.err} & {*"\x1b\x9b"}
+    files = [file for folder in ("trainer", "lab") for file in (ROOT / folder).rglob("*.py")]
+    assert not [file for file in files if re.search(r"= argparse\.ArgumentParser\(", file.read_text())]
+
 
 CONTROLS = "\x1b]52;c;eA==\x07\x9b2J\u202e"  # writes into a clipboard, clears, turns the text that follows round
 

@@ -53,7 +53,7 @@ GOOD = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", M
 @pytest.mark.parametrize(("name", "value"), [
     ("MASTER_PORT", "http"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "-1"),
     ("LOCAL_WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("WORLD_SIZE", "1.5"), ("WORLD_SIZE", "0"), ("RANK", "one"),
-    ("RANK", "2"),
+    ("RANK", "2"), ("WORLD_SIZE", "9" * 5000),
 ])  # fmt: skip
 def test_a_number_of_torchruns_that_is_none_is_named(name, value, environ, capfd):
     environ(**GOOD | {name: value})
@@ -99,10 +99,13 @@ def test_a_name_of_a_host_is_told_with_the_address_that_it_has_here():
     assert environment.address_of("no-such-host.invalid") == "no-such-host.invalid"
 
 
-def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_torch(monkeypatch, capfd):
+@pytest.mark.parametrize("other", ["nobody", "another program"])
+def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_torch(other, monkeypatch, capfd):
+    """And not without end, as torch does where another program listens."""
     monkeypatch.setattr(torchrun, "STATIC_S", 0.5)
     monkeypatch.setattr(torchrun, "ELASTIC_S", 0.5)
-    address = f"127.0.0.1:{free_port()}"
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free_port() if other == 'nobody' else server.getsockname()[1]}"
     static = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port", address.partition(":")[2]
     elastic = "--nnodes 1:2 --rdzv-backend c10d --rdzv-conf is_host=0 --rdzv-endpoint", address
     for words in (static, elastic):
@@ -110,6 +113,7 @@ def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_tor
         line = capfd.readouterr().err.splitlines()[-1]
         assert line.startswith("torchrun: the first host, by which all meet, does not answer; start all again")
         assert "where MASTER_ADDR means it on every host; here it is 127.0.0.1: " in line
+    server.close()
 
 
 @pytest.mark.parametrize(("error", "fix"), [

@@ -49,6 +49,13 @@ def said(run):
     return run.communicate(timeout=200)[1]
 
 
+@pytest.mark.parametrize("words", [["--nnodes", "\x9b2J"], ["--nnodes", "2:x"], ["--nproc-per-node", "\x1b[2J"]])
+def test_a_bad_number_of_torchruns_is_one_line_that_controls_no_terminal(words, capsys):
+    assert torchrun.main([*words, "main.py"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchrun: ValueError: ") and not {*line} & {*"\x1b\x9b"}
+
+
 def test_a_rank_that_refuses_is_named_and_gives_its_exit_code():
     run = start(*TINY, "--data", "nothing")
     ours, last = said(run).splitlines()

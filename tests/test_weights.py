@@ -162,6 +162,7 @@ BAD = {  # what is planted, what the line says besides the path
     "row.pt": (torch_file([WEIGHT]), "holds more than tensors by name"),
     "old.pt": (torch_file(dict(weight=WEIGHT), _use_new_zipfile_serialization=False), "older than torch 1.6"),
     "sparse.pt": (torch_file(dict(weight=WEIGHT.to_sparse())), "weight is sparse"),
+    "meta.pt": (torch_file(dict(weight=WEIGHT.to("meta"))), "weight is on the meta device and has no values"),
     "nan.pt": (torch_file(dict(weight=WEIGHT, bias=NAN)), "bias has values that are not finite"),
     "cut.pt": (lambda path: path.write_bytes(b"PK\3\4" + b"\0" * 60), "cut.pt: is not a file of weights"),
     "empty.pt": (lambda path: path.touch(), "empty.pt: is not a file of weights"),

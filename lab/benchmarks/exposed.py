@@ -20,12 +20,12 @@ from pathlib import Path
 
 from trainer import config as flags
 from trainer.logging import append_jsonl, check_writable, read_jsonl
-from trainer.terminal.output import fail, put
+from trainer.terminal.output import Parser, fail, put
 from trainer.terminal.text import grouped, markdown
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    _parser = argparse.ArgumentParser(
+    _parser = Parser(
         "python -m lab.benchmarks.exposed",
         description=__doc__,
         allow_abbrev=False,

@@ -9,7 +9,6 @@ copy of the folder under another name, as another node or machine would get it. 
 the C++ compiler among them). Wall seconds mean something on an idle machine alone. On a CPU one process is one rank.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 from trainer.logging import append_jsonl, check_writable, read_jsonl
-from trainer.terminal.output import fail, put
+from trainer.terminal.output import Parser, fail, put
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHES = "cold", "warm", "copied"
@@ -120,7 +119,7 @@ def measure(names: list[str], results: str) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints. Exit codes: 0, 1 a program failed, 2 bad flags."""
-    parser = argparse.ArgumentParser(prog="first_step", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="first_step", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", default="runs/first_step.jsonl", help="rows are appended")
     parser.add_argument(
         "--only", nargs="+", choices=[*PROGRAMS], default=[*PROGRAMS], metavar="NAME"

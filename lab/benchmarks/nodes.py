@@ -32,12 +32,12 @@ from lab.sweeps.processes import follow_parent
 from trainer import config as flags
 from trainer.distributed.environment import ranks
 from trainer.logging import append_jsonl, check_writable, read_jsonl
-from trainer.terminal.output import fail, tell
+from trainer.terminal.output import Parser, fail, tell
 from trainer.terminal.text import grouped, markdown
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     RANKS = ranks()
-    _parser = argparse.ArgumentParser(
+    _parser = Parser(
         "nodes",
         allow_abbrev=False,
         description=__doc__,

@@ -36,7 +36,7 @@ from lab.report.published import published as published_table
 from trainer.links import link
 from trainer.logging import read_jsonl
 from trainer.step_costs import flops_per_token, reference
-from trainer.terminal.output import put
+from trainer.terminal.output import Parser, put
 
 ROOT = Path(__file__).parents[2]
 # Simulated peaks: of settings drawn over all options, then of the reference setting.
@@ -628,7 +628,7 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m lab.benchmarks.planner",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from lab.benchmarks import first_step
 from trainer.logging import append_jsonl, check_writable
-from trainer.terminal.output import fail, put
+from trainer.terminal.output import Parser, fail, put
 
 PADS = "fixed", "longest", "pack"
 MODES = "none", "fwdbwd"
@@ -328,7 +328,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints. Exit codes: 0, 1 a program failed or the two do not learn the same, 2 bad flags, no TRL."""
-    parser = argparse.ArgumentParser(prog="trl", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="trl", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", default="runs/trl.jsonl", help="rows are appended")
     parser.add_argument("--pad", nargs="+", choices=PADS, default=[*PADS])
     parser.add_argument("--compile", nargs="+", choices=MODES, default=[*MODES])

@@ -8,12 +8,12 @@ own, config = parse_tool(parser)
 import argparse
 
 from trainer.config import Config, parse, resolve
-from trainer.terminal.output import fail
+from trainer.terminal.output import Parser, fail
 
 
 def tool(name: str, doc: str) -> argparse.ArgumentParser:
     """The parser of a command that takes main.py's flags beside its own: `python -m NAME`, about simulated ranks."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"python -m {name}",
         description=doc,
         allow_abbrev=False,

@@ -30,7 +30,7 @@ from lab.report.runs import busy_machine, shared
 from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
 from trainer.logging import check_writable
-from trainer.terminal.output import answering, put, shown
+from trainer.terminal.output import Parser, answering, put, shown
 from trainer.terminal.text import grouped, one_line
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
@@ -224,7 +224,8 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     plots = [path for *_, paths in sections for path in paths]
     put(*plots, sep="\n", end="\n" * bool(plots and args.plots)) if args.plots else None
     if args.html:
-        args.html.write_text(page(sections))
+        # The name of a file may hold bytes that are no UTF-8.
+        args.html.write_text(page(sections), encoding="utf-8", errors="backslashreplace")
         put(args.html)
 
 
@@ -236,9 +237,7 @@ def with_files(text: str, files: list[Path]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, or ends the process with 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="report", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
     names = f"all, an axis, {', '.join(LAYOUTS)}; a file of rows; two files or commits are compared"
     parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
     parser.add_argument(

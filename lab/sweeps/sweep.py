@@ -41,7 +41,7 @@ from trainer.logging import (
     page_flags,
     read_rows,
 )
-from trainer.terminal.output import put, tell
+from trainer.terminal.output import Parser, put, tell
 from trainer.terminal.text import did_you_mean, grouped, markdown
 from trainer.trackers import TrackerOptions
 
@@ -589,7 +589,7 @@ def sweep(
 
 def command(argv: list[str]) -> int | None:
     """The command line; returns the exit code. ValueError, one line, for bad input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]"
     )
     parser.add_argument("--small", action="store_true", help="use sizes that a CPU can run")

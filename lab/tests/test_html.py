@@ -61,6 +61,13 @@ def test_a_line_break_in_what_a_row_says_ends_no_line_of_a_table(tmp_path, repor
         assert "failed: a b / c" in (tmp_path / "page.html").read_text()
 
 
+def test_a_name_that_is_no_text_is_in_the_page_as_an_escape(tmp_path, report):
+    """Python reads a byte of a file's name that is no UTF-8 as half a character."""
+    path = save(tmp_path / "rows.jsonl", [row(line("depth", True, depth=1), CPU, outcome="failed: a\udcff")])
+    report(f"depth --small --results {path} --html {tmp_path}/page.html")
+    assert "failed: a\\udcff" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="no browser: apt-get install chromium")
 def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
     with Browser() as browser:

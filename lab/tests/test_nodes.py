@@ -44,6 +44,13 @@ def test_a_number_in_the_environment_that_is_none_is_one_line_of_launch_sh(name,
     assert (done.returncode, done.stderr) == (2, f"launch.sh: {name}={shown}: expected {expected}\n")
 
 
+@pytest.mark.parametrize("rank", ["2", "08"])
+def test_a_node_that_the_job_does_not_have_does_not_wait_for_the_first_one(rank):
+    env = os.environ | dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES="2", NODE_RANK=rank, MASTER_ADDR="127.0.0.1")
+    done = subprocess.run([ROOT / "launch.sh", "run"], env=env, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (2, f"launch.sh: NODE_RANK={rank}: expected a number below NNODES=2\n")
+
+
 @pytest.mark.parametrize("given, missing", [({}, "NODE_RANK"), ({"NODE_RANK": "1"}, "MASTER_ADDR")])
 def test_several_nodes_without_a_rank_or_the_first_one_are_one_line_of_launch_sh(given, missing):
     env = os.environ | {"PYTHON": sys.executable, "NO_INSTALL": "1", "NNODES": "2"} | given

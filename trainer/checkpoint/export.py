@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.terminal.output import fail, put
+from trainer.terminal.output import Parser, fail, put
 
 
 def export(args: argparse.Namespace) -> str:
@@ -69,9 +69,7 @@ def stopped(out: str, signum: int) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
-    parser = argparse.ArgumentParser(
-        prog="export", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument(
         "checkpoint",
         metavar="DIR",

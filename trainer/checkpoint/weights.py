@@ -148,6 +148,10 @@ def _mapped(path: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError("holds more than tensors by name; save model.state_dict() alone")
+    if bare := [name for name, t in state.items() if t.is_meta]:
+        raise ValueError(
+            f"{bare[0]} is on the meta device and has no values; save it from a CPU or GPU"
+        )
     if sparse := [name for name, t in state.items() if t.layout is not torch.strided]:
         raise ValueError(f"{sparse[0]} is sparse; save it as a dense tensor")
     return {name: t.detach() for name, t in state.items()}

@@ -4,9 +4,12 @@ rank, local_rank, world = ranks()      # (0, 0, 1) without torchrun
 """
 
 import os
+import re
 import socket
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from trainer.terminal.output import fail
 
@@ -29,7 +32,10 @@ def ranks() -> tuple[int, int, int]:
         )
     # The others are numbers.
     check_host(variables.pop("MASTER_ADDR"), int(os.environ.get("LOCAL_RANK") != "0"))
-    n = {name: int(text) if text.isdecimal() else -1 for name, text in variables.items()}
+    n = {
+        name: int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+        for name, text in variables.items()
+    }
     if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
         wrong = ", ".join(f"{name} {text}" for name, text in variables.items())
         fail(f"{wrong}: must be numbers, RANK < WORLD_SIZE, MASTER_PORT from 1 to 65535", 0)
@@ -61,6 +67,24 @@ def wait_for_listener(host: str, port: int, seconds: float) -> None:
                 raise TimeoutError(f"nobody answers there ({error.strerror or error})") from None
         time.sleep(max(0, min(pause, until - time.monotonic())))
         pause = min(2, 2 * pause)
+
+
+@contextmanager
+def without_stderr_of_torch() -> Iterator[None]:
+    """Inside it, what torch's C++ code writes to stderr is lost: stack frames of errors that it also raises. Nothing is
+    lost where TORCH_CPP_LOG_LEVEL asks for it."""
+    # A process may have been started without standard error.
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") or sys.__stderr__ is None:
+        yield
+        return
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def address_of(host: str) -> str:

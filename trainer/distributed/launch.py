@@ -13,11 +13,9 @@ import re
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -27,7 +25,12 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-from trainer.distributed.environment import address_of, has_launcher, wait_for_listener
+from trainer.distributed.environment import (
+    address_of,
+    has_launcher,
+    wait_for_listener,
+    without_stderr_of_torch,
+)
 from trainer.terminal.output import limit_behind
 
 SLOW_S = 5  # by which torch's own limits are exceeded on a busy machine
@@ -152,24 +155,6 @@ def meet(rank: int, seconds: float) -> dist.Store:
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
-
-
-@contextmanager
-def without_stderr_of_torch() -> Iterator[None]:
-    """Inside it, what torch's C++ code writes to stderr is lost: stack frames of errors that it also raises. Nothing is
-    lost where TORCH_CPP_LOG_LEVEL asks for it."""
-    # A process may have been started without standard error.
-    if os.environ.get("TORCH_CPP_LOG_LEVEL") or sys.__stderr__ is None:
-        yield
-        return
-    stderr = os.dup(2)
-    try:
-        with open(os.devnull, "w") as null:
-            os.dup2(null.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 def end_without_launcher(connected: threading.Event) -> None:

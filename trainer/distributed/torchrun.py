@@ -10,12 +10,20 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 from unittest import mock
 
-from trainer.distributed.environment import address_of, check_host, wait_for_listener
+from trainer.distributed.environment import (
+    address_of,
+    check_host,
+    wait_for_listener,
+    without_stderr_of_torch,
+)
 from trainer.terminal.output import (
     CLEAR_LINE,
     import_torch,
@@ -104,6 +112,31 @@ def ranks_to_start(argv: list[str]) -> str:
     return "the ranks"
 
 
+def wait_for_store(host: str, port: int, seconds: float) -> None:
+    """Returns as soon as the first host's store answers; TimeoutError if none does for so long. Torch itself waits
+    without end for the first word of another program that listens there."""
+    from torch.distributed import TCPStore
+
+    until = time.monotonic() + seconds
+    wait_for_listener(host, port, seconds)
+    left = timedelta(seconds=max(1, until - time.monotonic()))
+    answers: list[TCPStore | Exception] = []
+
+    def ask() -> None:
+        try:
+            how = dict(is_master=False, wait_for_workers=False, timeout=left)
+            answers.append(TCPStore(host, port, **how))
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    with without_stderr_of_torch():
+        thread.start()
+        thread.join(left.total_seconds())
+    if not answers or isinstance(answers[0], Exception):
+        raise TimeoutError("what answers there is no store of torch")
+
+
 def main(argv: list[str]) -> int:
     """torchrun with these flags. Returns 0, or the exit code of the first rank that failed (128 + N if signal N ended
     it), or 128 + N if signal N ended torchrun and every rank obeyed."""
@@ -120,6 +153,11 @@ def main(argv: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     args = run.parse_args(argv)
+    try:
+        run.config_from_args(args)
+    except ValueError as error:
+        tell(f"torchrun: {one_line(error)}", sys.stderr)
+        return 2
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
         args.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     endpoint, _, port = args.rdzv_endpoint.rpartition(":")
@@ -128,9 +166,9 @@ def main(argv: list[str]) -> int:
     check_host(host)
     try:
         if "is_host=0" in args.rdzv_conf:
-            wait_for_listener(host, port, ELASTIC_S)
+            wait_for_store(host, port, ELASTIC_S)
         elif args.rdzv_backend == "static" and args.node_rank > 0:
-            wait_for_listener(host, port, STATIC_S)
+            wait_for_store(host, port, STATIC_S)
         with failures_after_signal() as failures:
             run.run(args)
     except SignalException as e:

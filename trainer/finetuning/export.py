@@ -39,7 +39,7 @@ from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
 from trainer.finetuning.model import HuggingFaceModel, blank_model
-from trainer.terminal.output import fail, put
+from trainer.terminal.output import Parser, fail, put
 
 
 def write_folder(
@@ -292,7 +292,7 @@ def of_checkpoint(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m trainer.finetuning.export",
         allow_abbrev=False,
         description=__doc__.split("\n")[0],

@@ -6,6 +6,7 @@
 Bad flags are answered at once, since nothing here waits for torch.
 """
 
+import argparse
 import errno
 import json
 import logging
@@ -185,6 +186,13 @@ def filter_libraries() -> None:
     warnings.showwarning = warn
     logging.setLogRecordFactory(make_record)
     sys.excepthook = uncaught
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line, whose words an error repeats."""
+
+    def _print_message(self, message: str, file: TextIO | None = None) -> None:
+        super()._print_message(shown(message), file)
 
 
 def _mute(stream: TextIO) -> None:
