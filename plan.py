@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
         fail(str(error), 0)
     for text in [
         *lines,
-        *report.honesty(q, not (request.best or request.what_if or request.fit)),
+        *report.error_notes(q, not (request.best or request.what_if or request.fit)),
         *unread([*words, *(flag(name.lstrip("-")) for name in request.what_if[:1])]),
     ]:
         put(text)

@@ -158,7 +158,7 @@ def planned(
     if resolved.device == "cpu":
         tell(f"a process holds {grouped(base)} MiB alone")
     else:
-        tell("\n".join(report.honesty(q, False)))
+        tell("\n".join(report.error_notes(q, False)))
     if resolved.compile not in ("none", "blocks", "fwdbwd"):
         tell(f"planned as --compile fwdbwd, not {resolved.compile}")
     return settings

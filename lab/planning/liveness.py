@@ -148,7 +148,7 @@ class Tape:
             for w in op.work
         )
 
-    def hurry(self, ahead: float) -> None:
+    def shorten_overlap(self, ahead: float) -> None:
         """overlap.py's `ahead`: gathers but the first of a graph start later, and reductions are waited for sooner, so
         that each has this part of the products around it to hide behind."""
         for graph in range(self.number + 1):

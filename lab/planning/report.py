@@ -1,7 +1,7 @@
 """What a plan prints: its lines, tables and the plot. Imports no torch."""
 
 from lab.planning import hardware, search
-from lab.planning.schedule import Step
+from lab.planning.schedule import PlannedStep
 from lab.planning.search import Answer, Question, Setting
 from trainer.terminal.text import grouped
 
@@ -109,7 +109,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
     }
     seen = a.keys(config.seqlen, "causal") / config.seqlen
     done = 0.0
-    tape = q.tape if config is q.config else Step(config, a, q.ranks).tape
+    tape = q.tape if config is q.config else PlannedStep(config, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
             done += (
@@ -271,7 +271,7 @@ def bar(q: Question) -> tuple[int, float] | None:
     return None if q.gpu.limited or unlike(q) else hardware.field_data()["bars"].get(kind_of(q))
 
 
-def honesty(q: Question, single: bool = True) -> list[str]:
+def error_notes(q: Question, single: bool = True) -> list[str]:
     """How far to trust an answer. single: to q alone, whose memory counts; tables say it of each line."""
     text = [
         "time: predicted; extrapolated: there is no error bar, since no published run is of this kind"

@@ -2,7 +2,7 @@
 makes and computes. Peak memory (`step_peak`) and time (step_time.py) are read off the same tape.
 
     step_peak(config, ranks=8)                # of resolved flags; Peak(nbytes, moment, pieces)
-    Step(config, architecture, 8).tape        # what it is read off
+    PlannedStep(config, architecture, 8).tape        # what it is read off
 
 The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are
 gathered while the block before computes, its gradients are reduced while the next one computes, and those of the
@@ -19,7 +19,7 @@ AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "poi
 FINAL_IN_FP32 = "last input in fp32", "last input normed"
 
 
-class Step(Weights):
+class PlannedStep(Weights):
     """Forward and backward of one micro-batch, on `tape`."""
 
     def __init__(self, config, a: Architecture, ranks: int):
@@ -27,7 +27,7 @@ class Step(Weights):
         self.forward()
         self.backward()
         if config.ahead < 1 and (self.gathers or self.reduces):
-            self.tape.hurry(config.ahead)
+            self.tape.shorten_overlap(config.ahead)
         if not (self.eager or self.by_blocks):
             self.tape.give_way(self.m / self.p)
 
@@ -234,7 +234,7 @@ class Step(Weights):
         grad, go = ("whead", "go") if self.config.loss == "full" else ("gw", "gx")
         local = not (self.gathers or self.reduces or self.lora)
         if local:
-            self.landed(grad, self.head, self.config.loss != "full")
+            self.keep_local_gradient(grad, self.head, self.config.loss != "full")
         before = self.input_again(L - 1)
         if self.policies[-1] in ("pointwise", "block") and not (self.lean or self.by_blocks):
             self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
@@ -249,12 +249,12 @@ class Step(Weights):
         self.at = ""
         if self.whole and self.p < 4 and not self.lora:
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
-            self.stays("wemb")
+            self.keep_until_update("wemb")
         elif local:
-            self.landed("ge", self.head, True)
+            self.keep_local_gradient("ge", self.head, True)
         self.bucket("emb", self.head, ["ge"] * (not self.lora))
-        self.arrived()
-        self.crossed()
+        self.wait_for_reduction()
+        self.wait_for_reduction_across()
         if self.whole and self.config.grad_accum > 1 and not self.eager:
             self.op(
                 "gradients to be added",
@@ -419,8 +419,8 @@ class Step(Weights):
         if self.gathers or self.reduces:
             grads += [f"wup{i}", f"wdown{i}"]
         else:
-            self.landed(f"wup{i}", self.weights["up"])
-            self.landed(f"wdown{i}", self.weights["down"])
+            self.keep_local_gradient(f"wup{i}", self.weights["up"])
+            self.keep_local_gradient(f"wdown{i}", self.weights["down"])
 
     def attention_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through attention, which may be made again first."""
@@ -471,7 +471,7 @@ class Step(Weights):
         summed = [gm, *parts, *x]
         self.op("gradient of the norm", summed, self.sums())
         if i:
-            self.room(w, self.block)
+            self.make_bucket(w, self.block)
             self.op("gradient of the norm", summed, self.make(f"gr{i}", self.U), over=True)
             return
         local = not (self.gathers or self.reduces)
@@ -533,7 +533,7 @@ def step_peak(
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(config)
-    peaks = [(tape or Step(config, a, ranks).tape).peak(before_step(config, a, ranks, arch))]
+    peaks = [(tape or PlannedStep(config, a, ranks).tape).peak(before_step(config, a, ranks, arch))]
     if muon(config):
         peaks.append(muon_peak(config, ranks, a, arch))
     elif config.compile in ("none", "blocks"):

@@ -24,7 +24,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from lab.planning import hardware
 from lab.planning.architecture import MOST_BLOCKS, read
 from lab.planning.liveness import Peak, Tape
-from lab.planning.schedule import Step, step_peak
+from lab.planning.schedule import PlannedStep, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from lab.report.runs import front
 from trainer import config as flags
@@ -88,7 +88,7 @@ class Question:
 
     @cached_property
     def tape(self) -> Tape:
-        return Step(self.config, self.a, self.ranks).tape
+        return PlannedStep(self.config, self.a, self.ranks).tape
 
     @cached_property
     def highest(self) -> Peak:

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from lab.planning.liveness import Tape
-from lab.planning.schedule import Step
+from lab.planning.schedule import PlannedStep
 from lab.planning.weights import SIZE, shard_group, trained, update_bytes
 from trainer.links import Link
 from trainer.step_costs import NEWTON_SCHULZ_STEPS, Architecture, muon
@@ -208,7 +208,7 @@ def step_time(
     if it is there already. node: where ranks are of several."""
     serial = "plain" in config.compile_options
     clock = Clock(config, a, gpu, links_of(config, ranks, link, across), serial)
-    clock.run(tape or Step(config, a, ranks).tape)
+    clock.run(tape or PlannedStep(config, a, ranks).tape)
     seconds = clock.now * config.grad_accum
     parts = Counter({k: v * config.grad_accum for k, v in clock.parts.items()})
     if config.accum_sync == "last":  # gathered and reduced once, by themselves

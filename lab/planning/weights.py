@@ -1,8 +1,8 @@
 """The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced; and what a rank holds
 beside a step's own buffers. Imports no torch.
 
-`schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D
-width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
+`schedule.PlannedStep` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch,
+D width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
 """
 
 from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
@@ -129,11 +129,11 @@ class Weights:
         self.policies = [remat_of(config, i) for i in range(a.depth)]
         if self.by_blocks:  # what stands between the two recomputed halves is recomputed as well
             self.policies = ["block" if kind == "both" else kind for kind in self.policies]
-        self.landing = []  # (gradient, what it is cast into)
+        self.to_cast = []  # (gradient, what it is cast into)
         self.sums_made = 0
         self.casts = 0
         self.again_made = set()
-        self.roomy = set()
+        self.buckets_made = set()
         self.at = ""  # where the operations stand that follow, in words
         self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
 
@@ -222,13 +222,13 @@ class Weights:
 
     # Weights and their gradients
 
-    def there(self, name: str) -> bool:
+    def still_gathered(self, name: str) -> bool:
         """Whether weights were gathered before, and stayed."""
         return (not self.config.reshard and name[0] == "b") or (self.root and name[1:] == "head")
 
     def gather(self, name: str, elements: int) -> None:
         """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
-        if not self.gathers or self.there(name):
+        if not self.gathers or self.still_gathered(name):
             return
         sent = 0 if self.plain else elements * self.p / self.shards  # FSDP2 frees it
         self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
@@ -242,7 +242,7 @@ class Weights:
 
     def arrive(self, name: str, parts: dict[str, int]) -> None:
         """Waits for it, and cuts the bucket into weights, unless it is the head's alone."""
-        if not self.gathers or self.there(name):
+        if not self.gathers or self.still_gathered(name):
             return
         self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
         made = [self.make(f"{name} {part}", size * self.p, WEIGHTS) for part, size in parts.items()]
@@ -286,30 +286,30 @@ class Weights:
         if self.gathers or self.reduces:
             grads.append(name)
         else:
-            self.landed(name, self.weights[part])
+            self.keep_local_gradient(name, self.weights[part])
 
-    def stays(self, *names: str) -> None:
+    def keep_until_update(self, *names: str) -> None:
         """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
         if not (self.eager and self.config.grad_accum > 1):
             self.tape.keep(*names)
 
-    def landed(self, name: str, elements: int, at_once: bool = False) -> None:
+    def keep_local_gradient(self, name: str, elements: int, at_once: bool = False) -> None:
         """A gradient that stays on the rank until the update, in fp32, or until it is summed. at_once: what makes it is
         no product of the graph."""
         if self.p == self.m or self.whole or self.lora:
-            self.stays(name)
+            self.keep_until_update(name)
             return
         made = self.make(f"{name} fp32", elements * 4, GRADIENTS, dtype="fp32")
-        self.landing.append((name, made))
-        self.stays(made.name)
+        self.to_cast.append((name, made))
+        self.keep_until_update(made.name)
         if self.eager or at_once:
             self.cast_gradients()
 
     def cast_gradients(self) -> None:
         """Of a single rank: compiled, behind the last product."""
-        for name, made in self.landing:
+        for name, made in self.to_cast:
             self.op("gradients in fp32", [name], made)
-        self.landing.clear()
+        self.to_cast.clear()
 
     def start(self, name: str, elements: int) -> None:
         """Starts the reduction of a bucket, and waits for the one before."""
@@ -320,10 +320,10 @@ class Weights:
             size = elements * self.r / self.shards
             made = [self.make(f"gradient {name}", size, GRADIENTS, self.reduced)]
         self.op(f"reduction of {name}", [f"G {name}"], *made, work=(work,))
-        self.arrived()
+        self.wait_for_reduction()
         self.waiting = name, elements
 
-    def arrived(self) -> None:
+    def wait_for_reduction(self) -> None:
         """Waits for the reduction under way. With hybrid_shard the shards go into a bucket of their own, whose
         reduction across replicas starts, and the one before it is waited for."""
         if not self.waiting:
@@ -336,28 +336,28 @@ class Weights:
             work=(("wait", f"G {name}"),),
         )
         if not (self.gathers and self.reduces):
-            self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
+            self.keep_reduced_bucket(f"gradient {name}" if self.gathers else f"G {name}", elements)
             return
         size = elements * self.r / self.shards
         made = self.make(f"A {name}", size, GRADIENTS, dtype=self.reduced)
         self.op(f"bucket of {name} across", [f"gradient {name}"], made, tied=True)
         work = ("start", f"A {name}", "all_reduce across", size)
         self.op(f"reduction of {name} across", [f"A {name}"], work=(work,), tied=True)
-        self.crossed()
+        self.wait_for_reduction_across()
         self.crossing = name, elements
 
-    def crossed(self) -> None:
+    def wait_for_reduction_across(self) -> None:
         """Waits for the reduction across replicas under way."""
         if self.crossing:
             name, elements = self.crossing
             self.crossing = ()
             self.op(f"reduction of {name} across", [f"A {name}"], work=(("wait", f"A {name}"),))
-            self.reached(f"A {name}", elements)
+            self.keep_reduced_bucket(f"A {name}", elements)
 
-    def reached(self, source: str, elements: int) -> None:
+    def keep_reduced_bucket(self, source: str, elements: int) -> None:
         """A reduced bucket stays until the update, in fp32: if it came in bf16, each of its gradients by itself."""
         if self.r == self.m or self.lora:
-            self.stays(source)
+            self.keep_until_update(source)
             return
         name = source.rpartition(" ")[2]
         large = self.weights if name[0] == "b" else {name: self.head}
@@ -370,7 +370,7 @@ class Weights:
             for part, size in sizes.items()
         ]
         self.op(f"{source} as it is stored", [source], *made, tied=True)
-        self.stays(*(m.name for m in made))
+        self.keep_until_update(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
         """Gradients copied into one buffer, whose reduction starts."""
@@ -381,7 +381,7 @@ class Weights:
             elements = self.ends
             grads = self.root_grads * (name == "emb")
         if (self.gathers or self.reduces) and grads:
-            late = name in self.roomy
+            late = name in self.buckets_made
             sources = []
             if self.by_blocks and not self.root and name != "head":
                 # The gradients that are copied live as long as their bucket.
@@ -395,12 +395,12 @@ class Weights:
             )
             self.start(name, elements)
 
-    def room(self, name: str, elements: int) -> None:
+    def make_bucket(self, name: str, elements: int) -> None:
         """Makes the buffer of a bucket."""
         if self.lora:
             elements = trained(self.config, self.a) // self.a.depth
         if self.gathers or self.reduces:
-            self.roomy.add(name)
+            self.buckets_made.add(name)
             self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
 
     def bucket_of(self, name: str, elements: int) -> Make:

@@ -257,7 +257,7 @@ def test_fsdp2_keeps_its_root_group_and_reduces_it_last():
                                    "--gpus 8 --optimizer muon"])  # fmt: skip
 def test_no_error_bar_of_another_kind_is_printed(words):
     q = ask(f"--batch 1 {words}")
-    assert report.bar(q) is None and any("there is no error bar" in line for line in report.honesty(q))
+    assert report.bar(q) is None and any("there is no error bar" in line for line in report.error_notes(q))
     assert ", not known, " in report.line("a", q.answer(), q, 3.0) and report.doubts(q, 0)
     assert not any(" to " in line for line in report.whole(q, 3.0, 0, 0) if line.startswith("step "))
 
