@@ -1,4 +1,4 @@
-"""Which --mode pays on this network: its links and a step of each mode, measured, beside what was predicted of them.
+"""Which --mode is fastest on this network: its links and a step of each mode, measured, beside predictions of them.
 
     ./launch.sh nodes [--network WORDS] [--modes MODE...] [--mb SIZE...] [FLAGS of main.py]     # on each node, as `run`
     python -m lab.benchmarks.nodes --results FILE --plot FILE.png         # draws the rows of a file, measures nothing
@@ -248,7 +248,7 @@ def measure(
 
 
 def summary_lines(rows: list[dict]) -> str:
-    """The fitted links, a line for each, the table of the modes, and which mode pays."""
+    """The fitted links, a line for each, the table of the modes, and which mode is fastest."""
     best, *others = sorted((row for row in rows if "line" in row), key=lambda row: row["step_ms"])
     links = [
         f"{row['setting']['network']} {row['setting']['link']}, {row['setting']['ranks']} ranks: latency "
@@ -265,7 +265,7 @@ def summary_lines(rows: list[dict]) -> str:
         [
             "\n".join(links),
             markdown(LAYOUTS["nodes"](rows)[1]),
-            f"{best['line']} pays on this network: {best['step_ms']:.1f} ms a step{than}",
+            f"{best['line']} is fastest on this network: {best['step_ms']:.1f} ms a step{than}",
         ]
     )
 

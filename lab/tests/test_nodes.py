@@ -128,7 +128,7 @@ def test_the_committed_rows_are_tables_a_link_and_a_figure(tmp_path):
         assert f"{100 * ((row['compute_ms'] + row['link_ms']) / row['step_ms'] - 1):+.0f}" == off
     best, _, _ = sorted(modes[:3], key=lambda row: row["step_ms"])
     said = nodes.summary_lines(rows[:6])
-    assert f"{best['line']} pays on this network: {best['step_ms']:.1f} ms a step; " in said
+    assert f"{best['line']} is fastest on this network: {best['step_ms']:.1f} ms a step; " in said
     assert "across, 2 ranks: latency 582 us, bandwidth of a rank 0.0106 GB/s, residual 38 %" in said
     pytest.importorskip("matplotlib")
     nodes.draw(rows, str(tmp_path / "a.png"))
@@ -144,7 +144,7 @@ def test_two_ranks_of_one_host_are_one_link_two_modes_and_what_was_predicted_of_
     assert done.returncode == 0, done.stderr[-3000:]
     link, *modes = rows_of(results)
     assert (link["setting"]["link"], link["setting"]["ranks"], link["nbytes"]) == ("inside", 2, [100_000, 1_000_000])
-    assert [row["line"] for row in modes] == ["replicate", "fully_shard"] and "pays on this network: " in done.stdout
+    assert [row["line"] for row in modes] == ["replicate", "fully_shard"] and "is fastest on this" in done.stdout
     ms, ms_per_byte = 1e-3 * link["link"]["alpha_us"], 1e-6 / (link["link"]["gb_per_s"] or 1e9)  # which may not be seen
     for row in modes:
         assert row["n"] == 2 and min(row[f"{name}_ms_min"] for name in ("step", "compute", "simulated")) > 0
