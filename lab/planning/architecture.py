@@ -9,6 +9,7 @@ D width, H query heads, K key/value heads, d head dimension, F hidden width of t
 
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
@@ -16,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.step_costs import Architecture
-from trainer.terminal.output import regular
+from trainer.terminal.output import regular, tell
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
@@ -256,6 +257,8 @@ def counted(model, name: str, note: str) -> Architecture:
     )
     multiplied = 0
     if not spread:  # whose routers need values
+        # Of all causal classes xlstm, mamba2, hrm_text and zamba took over 15 seconds, up to 71.
+        tell(f"{note}: counting its FLOPs; some kinds take a minute", sys.stderr)
         try:
             multiplied = round(flops.count(model, COUNTED_TOKENS).linear / 6)
             note += ", FLOPs too"

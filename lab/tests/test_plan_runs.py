@@ -291,13 +291,16 @@ def test_parameters_of_other_kinds_are_those_that_transformers_builds(kind):
     assert architecture(config).parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_kind_that_is_not_known_is_counted_on_its_model():
+def test_a_kind_that_is_not_known_is_counted_on_its_model(capsys):
+    """A line says so first, since it takes seconds to a minute."""
     pytest.importorskip("transformers")
     config = dict(model_type="granite", hidden_size=64, intermediate_size=160, num_hidden_layers=3, vocab_size=500,
                   num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
     a = architecture(config)
     block = 64 * 16 * (4 * 2 + 2 * 2) + 3 * 64 * 160 + 2 * 64
     assert a.parameters == 2 * 500 * 64 + 64 + 3 * block and "counted" in a.note
+    said = "model_type granite, counted on the model that transformers builds: counting its FLOPs"
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_whose_layers_have_heads_of_their_own_is_counted():
