@@ -590,11 +590,11 @@ def is_norm(n: fx.Node) -> bool:
     todo = [n]
     while todo:
         n = todo.pop()
-        if n in seen or n.op != "call_function" or is_product(n):
-            continue
-        seen.add(n)
         # Of several results each is a node of its own.
         made_by = n.args[0] if n.target is operator.getitem else n
+        if n in seen or n.op != "call_function" or is_product(made_by):
+            continue
+        seen.add(n)
         if (
             0
             < 8 * numel_of(n)

@@ -18,6 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.distributed import DeviceMesh
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import overlap
@@ -463,6 +464,23 @@ def test_a_function_compiled_and_run_before_the_wrap_is_compiled_again(mesh_of, 
     data_parallel(model, mesh_of(world))
     compiled(x)
     assert kinds == [False, True]
+
+
+def test_attention_with_a_mask_that_is_larger_than_its_output_is_no_norm():
+    """Of 256 tokens of width 16 the mask has 16 times as many elements. Marked as a norm, the output could neither be
+    saved nor computed again: compilation failed."""
+
+    def step(x, mask, w, tangents):
+        norm = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+        q = (norm @ w).view(1, 1, 256, 16)
+        attended, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, attn_mask=mask)
+        return (attended.view(256, 16) @ w @ w) * tangents
+
+    sizes = (256, 16), (1, 1, 256, 256), (16, 16), (256, 16)
+    graph = make_fx(step, tracing_mode="fake")(*(torch.ones(size) for size in sizes))
+    overlap.RecomputeNorms()(graph)
+    marked = [n.target for n in graph.graph.nodes if "recompute" in n.meta]
+    assert marked == [torch.ops.aten.mul.Tensor], "the norm alone"
 
 
 @pytest.mark.slow
