@@ -46,7 +46,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 from torch import Tensor
 
-from trainer.attention import choose_kernel
+from trainer.attention_kernel import choose_kernel
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.optimizer import learning_rate

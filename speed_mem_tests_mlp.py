@@ -148,7 +148,7 @@ from torch import Tensor, nn
 
 import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer.attention import DTYPES
+from trainer.attention_kernel import DTYPES
 from trainer.distributed.launch import connect, shutdown
 from trainer.logging import append_jsonl, check_writable, final_lines
 from trainer.measuring import memory, timing

@@ -36,9 +36,9 @@ from lab.planning.architecture import read
 from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
+from trainer.collective_time import link
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_before_torch
-from trainer.links import link
 from trainer.logging import append_jsonl, check_writable, read_rows
 from trainer.terminal.command_line import default, parse_known
 from trainer.terminal.output import fail, put, tell

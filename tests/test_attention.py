@@ -15,9 +15,9 @@ from torch._inductor.utils import fresh_cache
 import main
 import model as model_file
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
-from trainer import attention as kernels
+from trainer import attention_kernel as kernels
 from trainer import config
-from trainer.attention import Shape
+from trainer.attention_kernel import Shape
 
 SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
 SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)

@@ -36,13 +36,13 @@ from trainer import checks, data
 from trainer import config as flags
 from trainer.checkpoint import lock, save
 from trainer.checkpoint.manifest import CheckpointError
+from trainer.collective_time import measured
 from trainer.data import DataError
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.finetuning import chat, examples, sources, templates
 from trainer.finetuning import checks as own
 from trainer.finetuning import config as tuning
-from trainer.links import measured
 from trainer.logging import check_writable
 from trainer.terminal import output
 from trainer.terminal.command_line import flag

@@ -8,7 +8,7 @@ from running import GPU
 from lab.studies import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import attention as kernels
+from trainer import attention_kernel as kernels
 from trainer.fault_tolerance.watchdog import _collectives
 from trainer.step import COMPILE_MODES, AdamW, CudaGraphStep, check_mode, make_step
 from trainer.step_costs import device_peak

@@ -15,12 +15,12 @@ import pytest
 from running import ROOT
 
 FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
-    ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.links", "trainer.step_costs"],
+    ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.collective_time", "trainer.step_costs"],
     ["model"],
     ["trainer.terminal"],
     ["trainer.distributed"],
     ["trainer.config"],
-    ["trainer.data", "trainer.attention", "trainer.optimizer"],
+    ["trainer.data", "trainer.attention_kernel", "trainer.optimizer"],
     ["trainer.step"],
     ["trainer.parallelize"],
     ["trainer.measuring"],

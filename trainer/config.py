@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
-from trainer.links import link, measured
+from trainer.collective_time import link, measured
 from trainer.step_costs import may_have_gpu
 from trainer.terminal import command_line
 from trainer.terminal.command_line import as_given, default, without_user

@@ -25,7 +25,7 @@ from model import ModelConfig, Transformer, cross_entropy
 from muon import COEFFICIENTS
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of
 from trainer import config as flags
-from trainer.attention import DTYPES, choose_kernel
+from trainer.attention_kernel import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, AdamW8bit, Muon, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 from trainer.step_costs import NEWTON_SCHULZ_STEPS

@@ -43,9 +43,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lab.benchmarks.wrappers import WARMUP, check_settings, data, try_plot
+from trainer.collective_time import Link, sent_bytes
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect, shutdown
-from trainer.links import Link, sent_bytes
 from trainer.measuring import timing
 from trainer.parallelize import build
 

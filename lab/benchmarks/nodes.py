@@ -79,11 +79,11 @@ import torch.distributed as dist
 from lab.benchmarks.wrappers import data, interleave, try_plot
 from lab.report.tables import LAYOUTS
 from lab.studies.collectives import LIBRARY, fitted, times
+from trainer.collective_time import Link
 from trainer.data import DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.control import Desync, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
-from trainer.links import Link
 from trainer.measuring import timing
 from trainer.parallelize import build
 

@@ -33,7 +33,7 @@ from lab.planning.schedule import step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
 from lab.report.published import published as published_table
-from trainer.links import link
+from trainer.collective_time import link
 from trainer.logging import read_jsonl
 from trainer.step_costs import flops_per_token, reference
 from trainer.terminal.output import Parser, put

@@ -28,7 +28,7 @@ from lab.planning.schedule import PlannedStep, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from lab.report.runs import front
 from trainer import config as flags
-from trainer.links import Link, link
+from trainer.collective_time import Link, link
 from trainer.step_costs import Architecture, reference
 from trainer.terminal.command_line import as_given, flag, parse_known
 from trainer.terminal.output import fail

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lab.planning.liveness import Tape
 from lab.planning.schedule import PlannedStep
 from lab.planning.weights import SIZE, shard_group, trained, update_bytes
-from trainer.links import Link
+from trainer.collective_time import Link
 from trainer.step_costs import NEWTON_SCHULZ_STEPS, Architecture, muon
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
@@ -96,8 +96,8 @@ def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -
 
 
 def kernel_of(config, gpu: Gpu) -> str:
-    """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses. ValueError for one of which
-    no rate is known."""
+    """The attention kernel that resolved flags run on a GPU: as trainer.attention_kernel chooses. ValueError for one of
+    which no rate is known."""
     automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
     kernel = automatic if config.attn == "auto" else config.attn
     if kernel not in gpu.attention:

@@ -50,8 +50,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
 from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
-from trainer.attention import DTYPES
-from trainer.links import sent_bytes
+from trainer.attention_kernel import DTYPES
+from trainer.collective_time import sent_bytes
 from trainer.parallelize import build, compile_options, make_mesh, reference_model, wrap
 from trainer.step import LanguageModel, Step
 

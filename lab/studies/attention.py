@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from lab.studies import study
 from lab.studies.study import beside, curves, impossible, published, section
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
-from trainer.attention import BACKENDS, DTYPES, Shape, refusal
+from trainer.attention_kernel import BACKENDS, DTYPES, Shape, refusal
 from trainer.measuring import memory, timing
 from trainer.step_costs import attention_flops, causal_keys
 from trainer.terminal.text import grouped

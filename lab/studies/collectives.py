@@ -32,8 +32,8 @@ from lab.studies.study import (
     published,
     section,
 )
-from trainer.attention import DTYPES
-from trainer.links import sent_bytes
+from trainer.attention_kernel import DTYPES
+from trainer.collective_time import sent_bytes
 
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"

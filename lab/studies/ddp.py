@@ -37,8 +37,8 @@ from lab.studies.study import (
 )
 from model import Transformer
 from trainer import config as config_flags
+from trainer.collective_time import link, measured, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.links import link, measured, sent_bytes
 from trainer.measuring.timing import stats
 from trainer.parallelize import build, model_config
 

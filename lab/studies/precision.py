@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from lab.studies.study import curves, main, published, section
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.attention import DTYPES
+from trainer.attention_kernel import DTYPES
 
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float16: "fp16"}
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lab.studies.ddp import FULL, SMALL, Reducer, batch, whole_model, words
 from lab.studies.study import check_ranks, main, milliseconds, on_ranks, published, section
+from trainer.collective_time import link, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.links import link, sent_bytes
 from trainer.measuring.memory import memory_now, peak, reset_peak
 from trainer.measuring.timing import stats
 from trainer.optimizer import local

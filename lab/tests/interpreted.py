@@ -25,8 +25,8 @@ from torch._inductor.runtime import triton_helpers
 
 from lab.profiling import gpu_code
 from trainer import config as flags
+from trainer.collective_time import link
 from trainer.distributed import simulated_world
-from trainer.links import link
 from trainer.parallelize import build
 
 TINY = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --reduce-dtype fp32".split()

@@ -11,8 +11,8 @@ from running import ROOT, module, one_line, rows_of
 
 from lab.benchmarks import nodes
 from lab.report.tables import LAYOUTS
+from trainer import collective_time
 from trainer import config as flags
-from trainer import links
 from trainer.distributed import simulated_world
 
 TINY = "--device cpu --width 64 --depth 2 --head-dim 16 --vocab 257 --seqlen 32 --batch 2 --compile none".split()
@@ -106,7 +106,7 @@ def test_modes_are_those_that_fit_the_ranks():
 def test_a_group_is_inside_a_node_across_nodes_or_both_and_a_simulated_world_has_a_link_for_each():
     groups = dict(inside=[4, 5, 6, 7], across=[1, 5], all=[0, 2, 4, 6])
     assert {name: nodes.kind(group, 4) for name, group in groups.items()} == {name: name for name in groups}
-    link = {"inside": links.Link(1e-6, 1e12), "all": links.Link(1e-3, 1e12)}
+    link = {"inside": collective_time.Link(1e-6, 1e12), "all": collective_time.Link(1e-3, 1e12)}
     simulated_world.start(4, link["all"])
     try:
         simulated_world.use(lambda ranks: link[nodes.kind(ranks, 2)])
@@ -123,7 +123,8 @@ def test_the_committed_rows_are_tables_a_link_and_a_figure(tmp_path):
     rows = rows_of(ROWS)
     modes, columns = LAYOUTS["nodes"](rows)
     assert len(modes) == len(columns[0][1]) == 9
-    assert links.link(f"measured:{ROWS}").bytes_per_s == pytest.approx(1e9 * rows_of(ROWS)[-4]["link"]["gb_per_s"])
+    measured = collective_time.link(f"measured:{ROWS}").bytes_per_s
+    assert measured == pytest.approx(1e9 * rows_of(ROWS)[-4]["link"]["gb_per_s"])
     for row, off in zip(modes, dict(columns[::-1])["off by %"], strict=True):
         assert f"{100 * ((row['compute_ms'] + row['link_ms']) / row['step_ms'] - 1):+.0f}" == off
     best, _, _ = sorted(modes[:3], key=lambda row: row["step_ms"])
@@ -148,7 +149,7 @@ def test_two_ranks_of_one_host_are_one_link_two_modes_and_what_was_predicted_of_
     ms, ms_per_byte = 1e-3 * link["link"]["alpha_us"], 1e-6 / (link["link"]["gb_per_s"] or 1e9)  # which may not be seen
     for row in modes:
         assert row["n"] == 2 and min(row[f"{name}_ms_min"] for name in ("step", "compute", "simulated")) > 0
-        sent = sum(links.sent_bytes(op, 2**20 * each["mib"], 2) for op, each in row["collectives"].items())
+        sent = sum(collective_time.sent_bytes(op, 2**20 * each["mib"], 2) for op, each in row["collectives"].items())
         calls = sum(each["n"] for each in row["collectives"].values())
         assert row["link_ms"] == pytest.approx(calls * ms + sent * ms_per_byte, rel=0.01)
     assert modes[1]["collectives"].keys() == {"all_reduce", "all_gather", "reduce_scatter"}

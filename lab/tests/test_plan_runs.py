@@ -12,7 +12,7 @@ from lab.benchmarks import planner
 from lab.planning import hardware, report, step_time
 from lab.planning.architecture import architecture
 from lab.planning.search import parse, question
-from trainer.links import Link
+from trainer.collective_time import Link
 
 ROOT = Path(__file__).parents[2]
 LLAMA = f"--hf {ROOT}/published/models"

@@ -8,7 +8,7 @@ from test_report import CPU
 
 from lab.report import published as rows
 from trainer import config
-from trainer.attention import Shape
+from trainer.attention_kernel import Shape
 
 NEW = config.setting(config.filled(config.parse("--depth 8 --loss chunked".split()), "cpu"))
 

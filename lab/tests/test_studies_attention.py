@@ -12,7 +12,7 @@ from test_attention import CPU, SHAPE
 from lab.report import published
 from lab.studies import attention, study
 from model import sdpa_kernel
-from trainer.attention import Shape
+from trainer.attention_kernel import Shape
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

@@ -14,7 +14,7 @@ from running import one_line, rows_of
 
 import plan
 from lab.studies import accounting, collectives, ddp, pipeline, precision, study, zero1
-from trainer.links import link, measured, sent_bytes
+from trainer.collective_time import link, measured, sent_bytes
 
 EPS = torch.finfo(torch.float32).eps
 SIZES = 0, 1, 7, 64, 1001

@@ -17,8 +17,8 @@ from running import rows_of
 
 from lab.studies import ddp, zero1
 from model import ModelConfig, Transformer
+from trainer.collective_time import link
 from trainer.distributed import simulated_world
-from trainer.links import link
 
 DIMS = dict(block="llama", depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
 

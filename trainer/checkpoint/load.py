@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.attention import DTYPES
+from trainer.attention_kernel import DTYPES
 from trainer.checkpoint.lock import acquire, content, release
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config

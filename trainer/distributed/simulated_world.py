@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import (
     _create_work_from_future,
 )
 
-from trainer.links import Link, link
+from trainer.collective_time import Link, link
 
 __all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary"]
 NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way

@@ -333,7 +333,7 @@ class ChatBatches(ReadAhead):
         self.learned_ends = {
             self.tokenizer.convert_ids_to_tokens(i): i for i in self.data.data.ends
         }
-        # At which --sample stops. What a run exports may have others: see `stopping`.
+        # At which --sample stops. What a run exports may have others: see end_tokens.py.
         self.ends = {*self.learned_ends.values()}
         digests = [each.data.digest for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"

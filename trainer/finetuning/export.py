@@ -33,7 +33,7 @@ from trainer.checkpoint.lock import acquire, release
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
-from trainer.finetuning import stopping
+from trainer.finetuning import end_tokens
 from trainer.finetuning.adapter_settings import SETTINGS
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
@@ -110,15 +110,15 @@ def write_model(
             config.architectures = [type(inner).__name__]
             config.save_pretrained(folder)
         if new:
-            stopping.write(folder, inner.config, stops, new)
+            end_tokens.write(folder, inner.config, stops, new)
 
-    stops = stopping.stop_tokens(source, inner.config)
-    new = stopping.not_stopping(stops, ends)
+    stops = end_tokens.stop_tokens(source, inner.config)
+    new = end_tokens.not_stopping(stops, ends)
     like = {name: t for name, (*_, t) in tensors.items()}
     line = write_folder(
         out, source, "model.safetensors", like, read, shard_gb, copied(source), finish
     )
-    said = f"; {stopping.in_words(new)} ends trained turns and is now a stop token, too"
+    said = f"; {end_tokens.in_words(new)} ends trained turns and is now a stop token, too"
     return line + said * bool(new)
 
 
@@ -148,12 +148,10 @@ def write_adapters(
     line = write_folder(
         out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish
     )
-    stops = stopping.stop_tokens(source, model.model.config)
-    new = stopping.not_stopping(stops, ends)
-    said = (
-        f"; answers end with {stopping.in_words(new)}, at which the base model does not stop; call "
-    )
-    return line + (said + stopping.call(stops, new)) * bool(new)
+    stops = end_tokens.stop_tokens(source, model.model.config)
+    new = end_tokens.not_stopping(stops, ends)
+    said = f"; answers end with {end_tokens.in_words(new)}, at which the base model does not stop; call "
+    return line + (said + end_tokens.call(stops, new)) * bool(new)
 
 
 def export(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.attention import DTYPES
+from trainer.attention_kernel import DTYPES
 from trainer.checkpoint.load import on_rank_0, say
 from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
-from trainer.finetuning import stopping
+from trainer.finetuning import end_tokens
 from trainer.finetuning.adapter_settings import adapter_note
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
@@ -219,20 +219,20 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
 def say_whether_it_stops(run: Run, config: Config, model: HuggingFaceModel) -> None:
     """Names the tokens that end what is learned and at which generation goes on. --sample stops where
     the export does."""
-    stops = stopping.stop_tokens(config.model, model.model.config)
-    new = stopping.not_stopping(stops, run.batches.learned_ends)
+    stops = end_tokens.stop_tokens(config.model, model.model.config)
+    new = end_tokens.not_stopping(stops, run.batches.learned_ends)
     run.batches.ends = {*stops} if config.keep_eos else {*stops, *new.values()}
     if not new:
         return
     if config.keep_eos:
-        what = f"--keep-eos leaves that so: {stopping.call(stops, new)}"
+        what = f"--keep-eos leaves that so: {end_tokens.call(stops, new)}"
     elif config.lora and not config.merge:
-        what = f"adapters cannot change that: {stopping.call(stops, new)}, or --merge"
+        what = f"adapters cannot change that: {end_tokens.call(stops, new)}, or --merge"
     else:
-        what = f"--export writes {stopping.KEY} {[*stops, *new.values()]}"
+        what = f"--export writes {end_tokens.KEY} {[*stops, *new.values()]}"
     say(
-        f"answers end with {stopping.in_words(new)}, at which generation of --model does not stop "
-        f"({stopping.KEY} {stops}); {what}"
+        f"answers end with {end_tokens.in_words(new)}, at which generation of --model does not stop "
+        f"({end_tokens.KEY} {stops}); {what}"
     )
 
 

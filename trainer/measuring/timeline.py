@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainer.attention import DTYPES
+from trainer.attention_kernel import DTYPES
 from trainer.config import Config
 from trainer.measuring.memory import recorded
 from trainer.optimizer import local

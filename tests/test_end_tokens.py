@@ -1,6 +1,6 @@
 """A base model that is trained on chats stops where its answers end: stop tokens of what is exported, and of --sample.
 
-pytest tests/test_stopping.py        # one rank; no GPU, no network
+pytest tests/test_end_tokens.py        # one rank; no GPU, no network
 """
 
 import json
@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install -e '
 from tiny_hf import edit_json, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.finetuning import stopping
+from trainer.finetuning import end_tokens
 from trainer.finetuning.model import blank_model
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -140,9 +140,9 @@ def test_the_files_that_decide_are_changed_and_transformers_reads_them(kind, fil
     if not file:
         os.remove(folder / "generation_config.json")
     config = blank_model(str(folder)).model.config
-    stops = stopping.stop_tokens(str(folder), config)
-    assert stops == [5] and stopping.not_stopping(stops, {"a": 5, "b": 7}) == {"b": 7}
-    stopping.write(str(folder), config, stops, {"b": 7})
+    stops = end_tokens.stop_tokens(str(folder), config)
+    assert stops == [5] and end_tokens.not_stopping(stops, {"a": 5, "b": 7}) == {"b": 7}
+    end_tokens.write(str(folder), config, stops, {"b": 7})
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == [5, 7]
     assert model.config.eos_token_id in ([5, 7], 5)
@@ -153,4 +153,4 @@ def test_a_file_of_generation_decides_over_the_configuration(tmp_path):
     config = blank_model(str(folder)).model.config
     for told, stops in (([5, 7], [5, 7]), (None, []), (7, [7])):
         edit_json(folder / "generation_config.json", eos_token_id=told)
-        assert stopping.stop_tokens(str(folder), config) == stops
+        assert end_tokens.stop_tokens(str(folder), config) == stops
