@@ -9,11 +9,10 @@ is `run`, of trainer/run.py.
 
 Where to add what: a second loss term of logits and targets in `cross_entropy` of model.py (a sum over tokens; it counts
 in training with --loss full; --loss chunked and evaluation compute the cross-entropy alone), an optimizer in
-trainer/optimizer.py, used as AdamW is there (params, decayed_count, lr, t, moments, step), made in `make_optimizer` of
-trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py,
-where the flags are), a figure of each logged step as `run.log_step(k, loss, lr, name=value)` (if `run.logged`, since
-reading it waits for the device), a column of the row as `run.extra_columns["name"] = value`. Exit codes:
-trainer/fault_tolerance/errors.py.
+trainer/optimizer.py, made in `make_optimizer` of trainer/parallelize.py (CONTRIBUTING.md says what it must have), a
+schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py, where the flags are), a
+figure of each logged step as `run.log_step(k, loss, lr, name=value)` (if `run.logged`, since reading it waits for the
+device), a column of the row as `run.extra_columns["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
 
 Shapes: B sequences of this rank in a batch, b of them in a micro-batch, T tokens in each (--seqlen).
 """

@@ -163,7 +163,7 @@ class Step:
     the local shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}.
     whole_step: what runs in place of the parts in mode "step", of class OneGraph; else None. compiled_update: `update`,
-    compiled, in mode "fwdbwd" on CUDA; else None, and its parts are called."""
+    compiled, in mode "fwdbwd" on CUDA (not for AdamW8bit); else None, and its parts are called."""
 
     whole_step: Callable[..., Tensor] | None = None
     compiled_update: Callable[..., tuple[Tensor, Tensor]] | None = None
