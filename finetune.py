@@ -21,6 +21,7 @@ from trainer.terminal.output import answering, fail, import_torch, need_packages
 if __name__ == "__main__":
     need_packages("finetune.py", "torch", "tyro", "rich", "numpy", "safetensors")
 
+from trainer.checks import likely_device
 from trainer.distributed.environment import ranks
 from trainer.finetuning import config as finetuning_flags
 from trainer.finetuning.checks import check_before_torch
@@ -35,6 +36,8 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     CONFIG = finetuning_flags.parse(sys.argv[1:], RANK, WORLD)
     if RANK == 0:
         check_before_torch(CONFIG, WORLD)
+        if not CONFIG.preview and CONFIG.compile != "none" and likely_device(CONFIG) == "cpu":
+            tell("note: compiles for minutes on a CPU unless cached; --compile none does not")
     PROGRESS = Progress(f"importing torch and transformers{on_ranks(WORLD)}", speak=RANK == 0)
     import_torch(RANK, CONFIG.debug)
 

@@ -114,6 +114,7 @@ def test_the_summary_tells_the_learned_share_the_longest_and_the_padding(batches
     tokens = sum(len(ids) - 1 for ids, _ in examples)
     assert told[1] == f"{sum(mask[1:].sum() for _, mask in examples) / tokens:.1%}"[:-1]
     assert told[3] == (None if pad == "longest" else f"{1 - tokens / (100 * stream.epoch_samples):.1%}"[:-1])
+    assert f"{stream.padding:.1%}" == f"{told[3] or '0.0'}%"
 
 
 def test_examples_of_one_line_that_begin_alike_share_their_beginnings_in_packed_rows(batches):

@@ -36,11 +36,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.long
 def test_a_held_out_prompt_is_answered_after_each_evaluation(tune):
-    done = fine(tune("--steps", 3, "--eval-every", 2, "--sample", 5))
+    done = fine(tune("--steps", 3, "--eval-every", 2, "--sample", 5, "--seqlen", 128))
     heads = re.findall(r"^sample   (\d+) tokens of held-out data, then after \| (\d) that", done.out, re.M)
     assert len(heads) == 2 and heads[0][0] == heads[1][0] and 1 <= int(heads[0][1]) <= 5
     assert len(re.findall(r"^<\|im_start\|>user\nWhat is .*\n<\|im_start\|>assistant\n\|", done.out, re.M)) == 2
-    assert "sample  " not in tune("--steps", 3, "--eval-every", 2).out
+    plain = tune("--steps", 3, "--eval-every", 2, "--pad", "longest")
+    assert "sample  " not in plain.out
+    assert ["padding is computed, too; --pad longest" in each.out for each in (done, plain)] == [True, False]
 
 
 # ------------------------------------------------------------------------------------------------- loading and saving

@@ -97,6 +97,20 @@ def test_launch_says_its_first_line_before_anything_is_imported_that_takes_secon
         assert flags_given == [] or "error: --width 65: must be" in done.err
 
 
+@pytest.mark.parametrize(("more", "said"), [
+    ((), ["note: compiles for minutes on a CPU unless cached; --compile none does not"]), (("--compile", "none"), []),
+    (("--preview",), []),
+])  # fmt: skip
+def test_fine_tuning_on_a_cpu_says_at_once_that_it_compiles(more, said, stub, tmp_path):
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"text": "a"}\n')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    argv = ["--model", tmp_path, "--data", data, "--random", "--device", "cpu", *more]
+    argv += ["--results", tmp_path / "rows.jsonl"]
+    done = ran(sys.executable, "finetune.py", *argv, cwd=ROOT, **stub)
+    assert done.out.splitlines() == [*said, "importing torch and transformers"], done.err
+
+
 @pytest.mark.parametrize("program", ["main.py", "finetune.py"])
 def test_without_packages_one_line_says_what_to_do(program):
     done = ran(sys.executable, "-E", "-S", program, "--depth", "2", cwd=ROOT)  # -S: without site-packages

@@ -357,9 +357,10 @@ class ChatBatches(ReadAhead):
             words += f", in an epoch {', '.join(parts)}"
         words += f"; {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
         words += f"are learned, the longest of {_n(self.data.data.sizes[self.data.example[chosen]].max())}"
+        self.padding = 0.0  # share of all rows
         if self.pad != "longest":
-            padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
-            words += f"; {padding:.1%} of the rows is padding"
+            self.padding = 1 - self.tokens / (self.epoch_samples * self.seqlen)
+            words += f"; {self.padding:.1%} of the rows is padding"
         words += f"; {_n(self.data.lost)} tokens are cut off" * (self.data.lost > 0)
         shared = int(self.data.shared.sum())
         return words + f"; {_n(shared)} tokens are shared by several examples" * (shared > 0)

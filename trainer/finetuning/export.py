@@ -77,8 +77,9 @@ def write_folder(
     finally:
         release(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
-    gib = sum(t.nbytes for t in like.values()) / 2**30
-    return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"
+    mib = sum(t.nbytes for t in like.values()) / 2**20
+    size = f"{mib / 2**10:.2f} GiB" if mib > 100 else f"{mib:.1f} MiB"
+    return f"{out}: {len(like)} tensors, {size} in {len(files)} file{'s' * (len(files) > 1)}"
 
 
 def write_model(

@@ -189,6 +189,10 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
             raise Refused(f"--loss chunked: {why}; use --loss full")
         run.step.chunk = 0
         say(f"--loss full: {why}")
+    if config.pad == "fixed" and run.batches.padding > 0.5:
+        run.say(
+            "note: padding is computed, too; --pad longest or a smaller --seqlen computes less of it"
+        )
     if config.pad == "pack":
         model.check_packed(device, run.batches.until)
     if model.noise:
