@@ -102,8 +102,8 @@ def test_a_name_of_a_host_is_told_with_the_address_that_it_has_here():
 @pytest.mark.parametrize("other", ["nobody", "another program"])
 def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_torch(other, monkeypatch, capfd):
     """And not without end, as torch does where another program listens."""
-    monkeypatch.setattr(torchrun, "STATIC_S", 0.5)
-    monkeypatch.setattr(torchrun, "ELASTIC_S", 0.5)
+    for name in ("STATIC_S", "ELASTIC_S", "SLOW_S"):
+        monkeypatch.setattr(torchrun, name, 0.5)
     server = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{free_port() if other == 'nobody' else server.getsockname()[1]}"
     static = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port", address.partition(":")[2]

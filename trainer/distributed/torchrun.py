@@ -54,6 +54,7 @@ MEMORY = (
     "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
 )
 ELASTIC_S, STATIC_S = 60, 600  # torch's own limits of the wait for the first host
+SLOW_S = 5  # at least, for the store behind a port on which somebody listens
 LATE = "; torchrun does so 30 s after it: what the rank had not saved is lost"
 
 
@@ -119,7 +120,7 @@ def wait_for_store(host: str, port: int, seconds: float) -> None:
 
     until = time.monotonic() + seconds
     wait_for_listener(host, port, seconds)
-    left = timedelta(seconds=max(1, until - time.monotonic()))
+    left = timedelta(seconds=max(SLOW_S, until - time.monotonic()))
     answers: list[TCPStore | Exception] = []
 
     def ask() -> None:
