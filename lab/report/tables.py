@@ -376,7 +376,8 @@ def section(
         others = left_out(rows) if name == "loss" else ""
         return about(name, ours, []) + f"\n{others}" * bool(others), markdown(columns)
     if name not in sweep.axes():
-        raise ValueError(f"{name}: none of the {len(rows)} rows belong to it")
+        needs = "; it takes runs on real ranks whose steps are in FILE.steps/" * (name == "loss")
+        raise ValueError(f"{name}: none of the {len(rows)} rows belong to it{needs}")
     entries = published.entries(name, rows, small)
     return about(name, [o for _, o, _ in entries if o], entries), markdown(
         axis_columns(name, entries)

@@ -358,6 +358,8 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report)
     ("seqlen --results results/cpu_modes.jsonl",
      "seqlen: none of the 5 rows belong to it; for small sizes add --small"),
     ("links --results results/cpu_modes.jsonl", "links: none of the 5 rows belong to it"),
+    ("loss --results results/cpu_modes.jsonl",
+     "loss: none of the 5 rows belong to it; it takes runs on real ranks whose steps are in FILE.steps/"),
     ("compile --results results/cpu_modes.jsonl results/h100.jsonl", "compile: the rows differ in shape, --steps"),
     ("depth --check", "--check and --write take no other flags"),
     ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
