@@ -60,11 +60,11 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
 
 
 def need_packages(program: str, *names: str) -> None:
-    """Ends the process in one line where this Python lacks a package of those names."""
+    """Ends the process in one line, which names the first that is missing, where this Python lacks such a package."""
     if missing := [name for name in names if not find_spec(name)]:
         fix = "source .venv/bin/activate (./launch.sh install makes .venv)"
         rank = os.environ.get("RANK", "0") != "0"
-        fail(f"{program} needs {', '.join(missing)}, which this Python lacks: {fix}", rank)
+        fail(f"{program} needs {missing[0]}: {fix}", rank)
 
 
 def import_torch(rank: int, debug: bool = False) -> None:
