@@ -70,7 +70,7 @@ def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
 def test_a_run_that_is_done_says_so(trains, folder):
     for steps in (6, 5):
         done = trains("--save", folder, "--steps", steps)
-        assert "already done" in done.out and done.row is None
+        assert "already done" in done.out and "resuming" not in done.out and done.row is None
     assert steps_in(folder) == [2, 4, 6]
 
 

@@ -286,9 +286,9 @@ def _find_checkpoint(
         if config.keep_best and f"step-{checkpoint.state.best_step or 0:08d}" not in present:
             # It was not kept, or is not in --save.
             checkpoint.state.best = checkpoint.state.best_step = None
-        say(
-            f"{checkpoint.path}: resuming after step {checkpoint.state.step}, sample {checkpoint.state.samples}"
-        )
+        state = checkpoint.state
+        if not state.step >= config.steps > 0:  # else the run says that it is done
+            say(f"{checkpoint.path}: resuming after step {state.step}, sample {state.samples}")
         if config.save is None or not on_rank_0(
             partial(_within, checkpoint.path, config.save), group
         ):
