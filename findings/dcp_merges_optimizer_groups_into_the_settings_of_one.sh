@@ -4,9 +4,9 @@
 # Seen: Saved with two groups (matrices: lr 0.1, decay 0.01; norms and biases: lr 0.2, no decay) and set into an
 #   optimizer of one group, all parameters get the LAST group's lr 0.2 and no decay. With
 #   flatten_optimizer_state_dict=True the same call gives all of them the settings saved for the first parameter of
-#   the new group, here 0.1 and 0.01. No warning, the moments are the saved ones, and training goes on. The noisy
-#   sibling is reported (pytorch#143828, closed): groups that do not fit the other way make the next step raise a
-#   KeyError.
+#   the new group, here 0.1 and 0.01. No warning, the moments are the saved ones, and training goes on. The
+#   flattened call compares the values of a group, but reads only its first parameter's. Related, and noisy: an empty
+#   parameter group is reported to lose its settings (pytorch#143828, closed).
 # Versions: torch 2.13.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: An error that the groups do not fit, as optimizer.load_state_dict raises, or the settings kept.
 # Why it matters: A resume after the parameter groups were merged trains on with the wrong learning rate and weight

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Keras' first fit() over a PyDataset with two workers begins each epoch with its second batch and ends with another's.
+# In Keras' first fit() over a PyDataset with two workers epochs begin late, and a longer epoch lacks rows.
 #
 # Seen: Ten batches, three epochs: 1 to 9 and then 0, three times. Each epoch ends with the first batch of the next
-#   round. Where on_epoch_end() shuffles the rows, an epoch of 40 rows lacks four and has four twice. A second fit() of
-#   the same model begins with batch 0, and so does the first with workers=0 or 1. The first fit() takes a batch to
-#   build the model's metrics. Then the other data sets begin anew, but the workers, when they are stopped, keep the
-#   batches that they have prefetched for the next epoch. The related report keras#20394 (closed: with steps_per_epoch
-#   the batch for the build is lost) was met by that new beginning. Here no batch is lost and no steps_per_epoch is
-#   given: every epoch is rotated by a batch, still in 3.15.1.
+#   round. Of 30 batches the first epoch lacks some and has others twice: the batches that were prefetched, as many as
+#   the queue holds (max_queue_size, 10), come first, and then the data set from its beginning. Where on_epoch_end()
+#   shuffles the rows, an epoch of 40 rows lacks four and has four twice. A second fit() of the same model begins with
+#   batch 0, and so does the first with workers=0 or 1. The first fit() takes a batch to build the model's metrics. Then
+#   the other data sets begin anew, but the workers, when they are stopped, keep what they have prefetched. The related
+#   report keras#20394 (closed: with steps_per_epoch the batch for the build is lost) was met by that new beginning,
+#   which workers do not take part in, still in 3.15.1; keras#23283 is about the workers' start before on_epoch_begin.
 # Versions: torch 2.13.0 (KERAS_BACKEND=torch), keras 3.15.1, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: Each row once an epoch in the order of the data set, as without workers.
 # Why it matters: A data set that is sorted for a curriculum, or whose batches continue those before (stateful layers),
@@ -55,13 +56,14 @@ BATCHES, SIZE = 10, 4
 class Rows(keras.utils.PyDataset):
     """Rows that hold their number; with shuffle in a new order from the second round on."""
 
-    def __init__(self, shuffle=False, **settings):
+    def __init__(self, shuffle=False, batches=BATCHES, **settings):
         super().__init__(**settings)
-        self.order = numpy.arange(BATCHES * SIZE)
+        self.batches = batches
+        self.order = numpy.arange(batches * SIZE)
         self.shuffle = numpy.random.default_rng(0).shuffle if shuffle else None
 
     def __len__(self):
-        return BATCHES
+        return self.batches
 
     def __getitem__(self, index):
         rows = self.order[index * SIZE : (index + 1) * SIZE].astype("float32")[:, None]
@@ -101,6 +103,13 @@ for workers, fits, expected in ((0, 1, sorted(late)), (1, 1, sorted(late)), (2, 
     batches = [[row // SIZE for row in epoch[::SIZE]] for epoch in seen]
     print(f"workers={workers}, fit() number {fits}: batches {batches}")
     assert batches == [expected] * 3, batches
+
+for workers in (0, 2):
+    first = epochs(Rows(batches=30, workers=workers))[0]
+    batches = [row // SIZE for row in first[::SIZE]]
+    lacking = 30 - len(set(batches))
+    print(f"workers={workers}, 30 batches, the first epoch: {batches}, {lacking} batches are lacking")
+    assert len(batches) == 30 and (lacking > 0) == (workers > 0), batches
 
 for workers in (0, 2):
     seen = epochs(Rows(shuffle=True, workers=workers))

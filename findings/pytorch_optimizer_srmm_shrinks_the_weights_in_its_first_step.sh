@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # With default settings the first step of pytorch_optimizer's SRMM multiplies every weight by 0.71, at any learning rate.
 #
-# Seen: SRMM averages the weights, and the average starts from zero. Weights of -2, 0.5, 1 and 3 are 0.7071 of that after
-#   the first step, at learning rates of 1e-8 and 1e-12 and with gradients of 1e-3. After ten steps they still are.
-#   AdamW of the same package leaves them as they are within 1e-6. The package follows the published code of the
-#   method's author (HanbaekLyu/SRMM, src/SRMM.py), which has the same averages from zero and the same first weight.
+# Seen: SRMM averages the weights, and the average starts from zero. Weights of -2, 0.5, 1 and 3 are 0.7071 of that
+#   after the first step, at learning rates of 1e-8 and 1e-12 and with gradients of 1e-3. After ten steps they still
+#   are. AdamW of the same package leaves them as they are within 1e-6. The package follows the published code of the
+#   method's author (HanbaekLyu/SRMM, src/SRMM.py), which has the same averages from zero and the same first weight;
+#   later ones differ.
 # Versions: torch 2.13.0, pytorch_optimizer 4.1.0, numpy 2.4.6 on Python 3.11, on a CPU.
-# Expected: That a step moves the weights by about the learning rate, and that an average over the weights starts
-#   from the weights.
-# Why it matters: A pretrained model loses 29 % of every weight, norms and biases included, before it learns
-#   anything; a run from random weights starts from another scale than its initialisation.
+# Expected: That a step moves the weights by about the learning rate, and that an average over the weights starts from
+#   the weights.
+# Why it matters: A pretrained model loses 29 % of every weight, norms and biases included, before it learns anything; a
+#   run from random weights starts from another scale than its initialisation.
 set -euo pipefail
 python=${BASE_PYTHON:+$(realpath -s "$BASE_PYTHON")}
 packages=(pytorch_optimizer==4.1.0 numpy==2.4.6 torch==2.13.0)

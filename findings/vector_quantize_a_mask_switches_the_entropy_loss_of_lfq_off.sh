@@ -3,11 +3,12 @@
 #
 # Seen: In training LFQ(codebook_size=64, dim=16) returns an entropy loss of -0.33 for a batch, and 0.0 for the same
 #   batch with a mask that is True everywhere; the gradient of the input falls from 3e-2 to 3e-10. With a mask of seven
-#   of ten places the loss is 0.0 as well, where the batch that is cut to seven places has -0.30. With
-#   diversity_gamma=2 the masked loss is the entropy of single samples with a minus sign: it asks for undecided codes,
-#   where the loss without a mask asks for decided ones. The cause: the mask takes away the axis of the places before
-#   the first two axes are joined, so that the places end where the codebooks are expected, and the mean over the batch
-#   is of single places. The quantised output is right.
+#   of ten places the loss is 0.0 as well, where the batch that is cut to seven places has -0.30. With diversity_gamma=2
+#   the masked loss is the entropy of single samples times minus its weight (0.1): it asks for undecided codes, where
+#   the loss without a mask asks for decided ones. The cause: the mask takes away the axis of the places before the
+#   first two axes are joined, so that the places end where the codebooks are expected, and the mean over the batch is
+#   of single places. The quantised output is right where the mask is of ones. A related report: the masked commitment
+#   loss of LFQ (vector-quantize-pytorch#188, closed).
 # Versions: torch 2.13.0, vector-quantize-pytorch 1.32.0, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: With a mask of ones the loss without a mask, and with another mask that of the places that are left, as
 #   VectorQuantize of the same package has it.

@@ -6,6 +6,8 @@
 #   options they do not change. Other tokens at masked places change them by 2 to 8 %. Greedy generation with the cache,
 #   which is the default, gives other tokens than generation without it. The cause: orthog_project flattens all axes
 #   after the batch before it projects, so that one coefficient is made of the whole sequence, not one of each token.
+#   The sizes are of a random model whose matrices are drawn with a standard deviation of 0.3. The paper of the residual
+#   option (arXiv 2505.11881) has a projection of whole samples, too, beside that of each feature vector.
 # Versions: torch 2.13.0, x-transformers 2.31.10, numpy 2.4.6 on Python 3.11, on a CPU.
 # Expected: A projection for each token (for each head), as a causal decoder needs it; no warning says otherwise.
 # Why it matters: In training a token's loss uses tokens that it must predict, and the padding; generation then has
