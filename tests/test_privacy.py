@@ -1,6 +1,6 @@
 """Who ran it, where, and from which remote is in nothing that a run leaves: neither in its rows, nor in an offline W&B
-run, a trace or a checkpoint; nor are keys of the environment, which it does not print. The names are planted, and
-short: host, user and home, a git remote, absolute paths below the home.
+run, a trace or a checkpoint; nor are keys of the environment, which it does not print. The names are planted:
+host, user and home, a git remote, absolute paths below the home.
 
     pytest tests/test_privacy.py        # about 15 s; one process, no network
 """
@@ -19,9 +19,10 @@ from test_sinks import records
 
 pytestmark = pytest.mark.long
 
-# In no random name of a run or a trace, which have lower case letters, or upper case ones up to F.
-HOST = "Zq"
-USER = "Qxj"
+# In no random name of a run or a trace, which have lower case letters, or upper case ones up to F; and long enough
+# that no weights in a checkpoint hold them by chance, as two letters were.
+HOST = "Zq-hostname"
+USER = "Qxj-user"
 REMOTE = "Wk9-remote"
 SECRET = "sesame"
 RUN = """
