@@ -29,7 +29,8 @@ SETTINGS = {
     "bf16": "--adam-dtype bf16 --param-dtype bf16 --grad-accum 2",
 }  # fmt: skip
 COMPILED = {mode: f"--compile {mode}" for mode in ("blocks", "model", "fwdbwd", "step")}
-ALL = [*SETTINGS, *(pytest.param(k, marks=[pytest.mark.slow, *[ONE_GRAPH] * (k == "step")]) for k in COMPILED)]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("no wrapper", "fsdp2", "ddp", "bf16")]
+ALL = ["eager", *LONG, *(pytest.param(k, marks=[pytest.mark.slow, *[ONE_GRAPH] * (k == "step")]) for k in COMPILED)]
 
 
 def trained(done):

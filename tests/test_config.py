@@ -366,6 +366,7 @@ def test_an_inductor_option_that_is_not_there_is_told_what_it_may_be(train):
     fails(done, 2, "maxautotune; did you mean max_autotune")
 
 
+@pytest.mark.long
 def test_a_value_that_only_the_device_refuses_exits_2(tmp_path):
     done = python("--head-dim", 96, "--results", tmp_path / "rows.jsonl", trace=False)
     assert re.fullmatch(r"error: --width (128|4096): .* --head-dim 96", fails(done, 2))

@@ -23,6 +23,7 @@ def off():
     set_deterministic(False)
 
 
+@pytest.mark.long
 def test_each_run_has_its_own(train, monkeypatch):
     seen = []
     state = lambda: (torch.are_deterministic_algorithms_enabled(), inductor.deterministic)  # noqa: E731

@@ -122,6 +122,7 @@ def test_a_model_that_stops_there_keeps_its_files_and_hears_nothing(tune, qwen):
         assert Path("out", name).read_bytes() == (qwen / name).read_bytes()
 
 
+@pytest.mark.long
 def test_the_template_that_is_trained_with_decides(tune, qwen, tmp_path):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|pad|>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"

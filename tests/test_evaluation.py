@@ -191,6 +191,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
         assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200
 
 
+@pytest.mark.long
 def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, trains, tmp_path):
     saved = train(*EVERY_2, "--steps", 4, "--save", f"{tmp_path}/run")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -265,6 +266,7 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tr
     assert elsewhere.row["best_step"] == 8 and elsewhere.row["best_eval_loss"] == 6.0  # the best of this folder
 
 
+@pytest.mark.long
 def test_a_run_goes_on_only_with_the_same_split(train, trains, folder):
     refused = train("--save", folder, "--steps", 8, "--eval-every", 2)
     fails(refused, 4, "held-out data no (now yes)")
@@ -299,6 +301,7 @@ def test_two_ranks_evaluate_and_write_as_one(trains, tmp_path, sources):
     assert text.split(head)[3].split("\noutcome")[0] == one.out.split(head)[3].split("\noutcome")[0]
 
 
+@pytest.mark.long
 def test_simulated_ranks_evaluate_and_list_the_collectives_of_a_step(train):
     plain, done = (train("--world", 4, "--link", "none", *argv) for argv in ([], EVERY_2))
     assert done.code == 0

@@ -423,6 +423,7 @@ def test_ranks_with_other_flags_do_not_begin(flag, told, tmp_path):
     assert done.codes == [7, 7] and len(done.errors) == 1 and told in done.errors[0] and done.row is None
 
 
+@pytest.mark.long
 def test_bad_data_on_one_rank_is_told_by_that_rank(tmp_path):
     done = two(tmp_path, RANK_1="--data bin:/absent/here.bin")
     assert done.codes == [7, 3] and len(done.errors) == 1 and "error: /absent/here.bin: " in done.errors[0]

@@ -375,6 +375,7 @@ def test_an_answer_that_nobody_can_read_is_one_line_or_none_and_no_success(words
         assert (done.returncode, line.count("\n")) == (code, int(code == 2)) and line.startswith(told), line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "value", "told"), [
     ("TORCH_DISTRIBUTED_DEBUG", "some", "must be OFF, INFO, or DETAIL.; correct the environment variables of torch"),
     pytest.param("TORCH_LOGS", "some", "Invalid log settings: some, ", marks=slow),

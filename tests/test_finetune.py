@@ -393,6 +393,7 @@ def test_a_start_goes_on_where_another_one_prepares_the_model_meanwhile(when, tu
     assert f"not saved, another run {'is' if when == 'saving' else 'has'} sav" in done.out
 
 
+@pytest.mark.long
 def test_random_weights_need_no_files_of_weights_and_an_export_is_that_of_the_config(tune, qwen, tmp_path):
     bare = shutil.copytree(qwen, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     (bare / "additional_chat_templates").mkdir()

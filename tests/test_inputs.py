@@ -72,6 +72,7 @@ def test_without_torchrun_what_it_left_behind_does_not_count(train, environ):
     assert train("--steps", 1).row["world"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["nobody", pytest.param("another program", marks=pytest.mark.slow)])
 def test_ranks_one_of_which_takes_another_host_for_the_first_end_alike_within_one_bound(other, environ, capfd):
     """Rank 0 waits for it in vain; rank 1 finds nobody at that address, or what accepts it and is silent, for which

@@ -72,6 +72,7 @@ def gone():
     return process.pid
 
 
+@pytest.mark.long
 def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, no_model):
     path = foreign(folder, **here(os.getppid()))
     pid = os.getppid()
@@ -223,6 +224,7 @@ def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypa
     assert path.stat().st_mtime > old
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["_begin", "_write"])
 def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_others_lock(
     before, train, folder, monkeypatch

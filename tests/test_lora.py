@@ -220,7 +220,7 @@ def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
     refused(4, "frozen 26 tensors of 56896 bytes, CRC-32 ", tune("--steps", 2, "--save", "a", *LORA, model=other))
     refused(4, "a model with frozen 26 tensors", later(capfd, "a", "never", "--model", other, "--merge"))
     fine(tune("--steps", 1, "--save", "full"))
-    words = "is of a run without --lora; leave out --merge"
+    words = "was saved by a run without --lora; leave out --merge"
     refused(4, words, later(capfd, "full", "never", "--model", qwen, "--merge"))
     assert not os.path.exists("never")
 

@@ -64,6 +64,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     assert 0.1 < lr[-1] < 0.101
 
 
+@pytest.mark.long
 def test_a_warmup_by_its_share_of_the_steps_is_that_of_as_many_steps():
     def of(argv):
         c = resolved(f"--lr 1 {argv}")

@@ -234,6 +234,7 @@ def test_other_json_than_a_step_has_is_damage(folder, alone):
             verify(str(step))
 
 
+@pytest.mark.long
 def test_a_signed_step_with_odd_samples_is_refused_and_the_step_before_is_resumed(train, folder):
     path = restate(folder / "step-00000006", samples=5)
     fails(train("--resume", path.parent, "--steps", 7), 4, f"{path}: ValueError: samples is 5, expected 12")

@@ -252,6 +252,7 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
         assert done.row["outcome"].startswith("failed: ")
 
 
+@pytest.mark.long
 def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(train, monkeypatch):
     failing(monkeypatch, "step-00000001")
     argv = "--lr", "1e20", "--log-every", 1, "--save-every", "1", "--save-async"

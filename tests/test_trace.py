@@ -113,6 +113,7 @@ def test_a_unit_that_is_computed_again_is_a_range_inside_its_backward(monkeypatc
         assert not open_
 
 
+@pytest.mark.long
 def test_only_profiled_steps_have_ranges_and_none_is_left(trains, tmp_path, monkeypatch):
     seen = []
     steps = []
