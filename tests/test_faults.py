@@ -138,7 +138,7 @@ def test_each_save_has_its_own_time(trains, monkeypatch):
     monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
     monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
     trains("--save", "run", "--save-every", "5", "--save-async")
-    assert order[-5:] == ["save", "wait", "save", "wait", "save"]
+    assert order[-6:] == ["save", "wait", "save", "wait", "save", "end"]
 
 
 def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monkeypatch):

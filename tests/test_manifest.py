@@ -186,6 +186,7 @@ def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
 
 ODD = "missing", None, True, -5, 0, 7, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
 ACCEPTED = {"format 0", "world 0", "world 7", "torch x", "torch ", "training {}", "training {'a': 1}"}
+ACCEPTED |= {"trackers missing", "trackers {}", "trackers {'a': 1}"}  # a run of each tracker then begins anew
 
 
 @pytest.mark.long
