@@ -233,7 +233,7 @@ def test_told_to_end_the_exit_code_is_that_of_a_last_save_that_fails(tmp_path):
     (tmp_path / "run").rename(tmp_path / "away")
     os.kill(run.pid, signal.SIGTERM)
     first, last = said(run).splitlines()
-    assert first.startswith(f"error: rank 0: failed: {tmp_path}/run/"), first
+    assert first.startswith(f"error: rank 0: failed: {tmp_path}/run: is not the directory that this run locked"), first
     assert re.fullmatch(r"torchrun: rank [01], process \d+, ended with exit code 4 after SIGTERM", last)
     assert run.returncode == 4
 
