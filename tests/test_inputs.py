@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import get_type_hints
@@ -115,6 +116,11 @@ def test_the_launcher_of_another_host_waits_for_the_first_one_no_longer_than_tor
         assert line.startswith("torchrun: the first host, by which all meet, does not answer; start all again")
         assert "where MASTER_ADDR means it on every host; here it is 127.0.0.1: " in line
     server.close()
+    for thread in threading.enumerate():  # it prints that the server has gone
+        if thread.name == "store":
+            thread.join(30)
+            assert not thread.is_alive()
+    capfd.readouterr()
 
 
 @pytest.mark.parametrize(("error", "fix"), [

@@ -130,7 +130,7 @@ def wait_for_store(host: str, port: int, seconds: float) -> None:
         except Exception as error:
             answers.append(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True, name="store")
     with without_stderr_of_torch():
         thread.start()
         thread.join(left.total_seconds())
