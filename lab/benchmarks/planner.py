@@ -54,9 +54,9 @@ NEUTRAL = {
     "straggling": 0.0,
 }
 ALIKE = 5.0  # weight of the square by which the logarithms of two GPUs' constants differ, beside that of one row
-# What the programs of others do and main.py does not, read in their code or date and not fitted. Bytes a token:
-# Composer computes two metrics of the training logits, each a cast to fp32 and a log-softmax; nanoGPT of December 2022
-# has all T x T scores of its 12 layers and heads in memory, forward and backward.
+# What the programs of others do and main.py does not; not fitted. Bytes a token: Composer computes two metrics of the
+# training logits, each a cast to fp32 and a log-softmax (read in its code); nanoGPT of December 2022 has all T x T
+# scores of its 12 layers and heads in memory, forward and backward (inferred from the date, 30 bytes estimated).
 METRICS = 28 * 50368
 BESIDE = {
     "MosaicGPT 2023-04": METRICS,
