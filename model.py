@@ -51,7 +51,15 @@ compiled_flex_attention = torch.compile(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes: `head_dim` divides `width`, `grouping` (query heads per key/value head) divides the number of heads."""
+    """Sizes and kernels of a Transformer. Not checked here: `head_dim` divides `width`, `grouping` (query heads per
+    key/value head) divides the number of heads.
+
+        ModelConfig(block="llama", depth=2, width=512, head_dim=64)
+
+    block: "gelu" or "llama", see the head of the file. grow: hidden width of the MLP over `width`. attn: "sdpa" or
+    "flex" (FlexAttention). remat: what backward recomputes, of `remat_ratio` of the blocks: "none", "mlp", "attn",
+    "both", "block" or "pointwise" (Block.forward). mlp: "plain", or "lean" for lean.py's, `mlp_chunk` tokens at a time
+    (0: all)."""
 
     block: str = "gelu"
     depth: int = 4
@@ -79,10 +87,12 @@ class ModelConfig:
 
     @property
     def heads(self) -> int:
+        """Query heads, H."""
         return self.width // self.head_dim
 
     @property
     def kv_heads(self) -> int:
+        """Key/value heads, K."""
         return self.heads // self.grouping
 
     def remat_of(self, block: int) -> str:
@@ -155,6 +165,8 @@ def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = Tru
 
 
 class Attention(nn.Module):
+    """Causal self-attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245), without biases."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.head_dim
@@ -167,6 +179,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.width, config.width, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D] -> q [B, H, T, d], k and v [B, K, T, d]"""
         return tuple(
             f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for f in (self.q, self.k, self.v)
@@ -187,10 +200,13 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]
 
     def forward(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None = None) -> Tensor:
+        """x [B, T, D], rope [T, d] -> [B, T, D]. mask: that of `causal_mask` for attn="flex"; else unused."""
         return self.o(self.core(*self.qkv(x), mask, rope))
 
 
 class MLP(nn.Module):
+    """Two products with biases around the tanh form of GELU: [B, T, D] -> [B, T, grow D] -> [B, T, D]."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.up = nn.Linear(config.width, config.grow * config.width)
@@ -201,6 +217,8 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), [B, T, D] -> [B, T, D], without biases (Shazeer 2020, arXiv:2002.05202)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate, self.up = (
@@ -213,6 +231,7 @@ class SwiGLU(nn.Module):
 
 
 def norm(config: ModelConfig) -> nn.Module:
+    """RMSNorm for block="llama", else LayerNorm, over D."""
     return (
         nn.RMSNorm(config.width, eps=1e-5)
         if config.block == "llama"
@@ -221,6 +240,8 @@ def norm(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
+    """x + attention(norm1(x)), then y + mlp(norm2(y)). remat: what backward recomputes, see `forward`."""
+
     def __init__(self, config: ModelConfig, remat: str):
         super().__init__()
         self.remat = remat
@@ -262,9 +283,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: BlockMask | None = None, rope: Tensor | None = None
     ) -> Tensor:
-        """x [B, T, D], rope [T, d] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its
-        input alone (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small)
-        unless remat_core. "pointwise" keeps every product as well."""
+        """x [B, T, D], rope [T, d] -> [B, T, D]. Backward recomputes the attention branch ("attn"), the MLP branch
+        ("mlp"), each by itself ("both"), the whole block ("block"), or all but matrix products ("pointwise"). The norms
+        lie inside the checkpointed regions, so a region keeps its input alone (remat_norm=False: the norm's output
+        too). The output of attention is kept (small, and slow to recompute) unless remat_core."""
         if self.remat == "none" or not torch.is_grad_enabled():
             return self.whole(x, mask, rope)
         lean = dict(context_fn=_lean_saved) if self.lean and self.remat == "block" else {}
@@ -332,8 +354,8 @@ def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
 
 
 def rotated(x: Tensor, rope: Tensor) -> Tensor:
-    """x [B, H, T, d] with entries i and i + d/2 turned by the angle of frequency i (Su et al. 2021), whose sines and
-    cosines rope [T, d] has, as `sinusoids` gives them."""
+    """x [B, H, T, d] with entries i and i + d/2 turned by the angle of frequency i (Su et al. 2021, arXiv:2104.09864).
+    rope [T, d]: the sines and cosines of the angles, as `sinusoids` gives them."""
     # [B, T, H, d/2], [T, 1, d/2].
     a, b = x.transpose(1, 2).chunk(2, -1)
     sin, cos = rope[:, None].chunk(2, -1)
@@ -343,6 +365,7 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def causal_mask(T: int, device: torch.device) -> BlockMask:
+    """For FlexAttention: each of T tokens sees itself and those before it."""
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
 
 
@@ -354,6 +377,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
+    """The model of a ModelConfig. ValueError for mlp="lean" beside an MLP that is not lean.py's."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -383,7 +408,9 @@ class Transformer(nn.Module):
         self.mask = causal_mask(seqlen, device) if self.config.attn == "flex" else None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the summed loss, `chunk` tokens at a time if not 0."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the fp32 sum of the losses of those that are not
+        IGNORE, `chunk` tokens at a time if not 0. Targets are the next tokens: the caller shifts them. ValueError with
+        attn="flex" for a T that `prepare` was not given."""
         T = tokens.shape[1]
         D = self.config.width
         rope = None

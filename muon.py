@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def local(t):
-    """The local shard of a DTensor; a plain tensor as it is."""
+    """The local shard of a DTensor; a plain tensor as it is. Runs no collective."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -221,6 +221,8 @@ def _write(t, value, refused):
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon, with its arguments and semantics, for plain tensors and for
     DTensors whose last placement may be a Shard of rows or experts.
+
+        optimizer = Muon(groups_of(model), lr=0.02)
 
     params: matrices [m, n] or [E, m, n], or groups of parameters as `groups_of` makes
     them. A group with use_muon=False is updated by AdamW and has AdamW's

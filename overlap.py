@@ -14,8 +14,8 @@ that are small beside it give way and overlap less.
 The options also order the graph of a backward (not one graph of a whole step) so that
 it needs less memory, on a single rank too; see part 2, "Memory". No matrix product is
 computed twice. All ranks must run units in the same order; they may compile for batches
-of different shapes, but not with an `ahead` below 1, which counts FLOPs. Needs Inductor (torch 2.11 to
-2.14).
+of different shapes, but not with an `ahead` below 1, which counts FLOPs. Needs Inductor
+(torch 2.11 to 2.14).
 """
 
 import hashlib
@@ -41,8 +41,8 @@ from torch.utils.flop_counter import flop_registry
 # All private names of torch that this file uses are imported above or read here, before
 # compile_options(). Not documented: the keys "val", "recompute" and "ac_graph_id" of a
 # node's meta, the names "tangents.." of a backward's inputs, and that nodes compare by
-# their places in the graph. What simple_fsdp.py notes in the meta: "unit", the path of the unit or "", and "bucket", a
-# path and the shape of each parameter.
+# their places in the graph. What simple_fsdp.py notes in the meta: "unit", the path of
+# the unit or "", and "bucket", a path and the shape of each parameter.
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 GATHER = c10d.all_gather_into_tensor.default
@@ -100,7 +100,8 @@ def compile_options(
     model: nn.Module, whole_step: bool = False, ahead: float = 1.0
 ) -> dict:
     """Options for torch.compile of a wrapped model, a part of it, or a function around
-    it. They overlap the collectives of data_parallel() with computation.
+    it. They overlap the collectives of data_parallel() with computation. Call it after
+    data_parallel(), and add options of your own to the dict that it returns.
 
         loss = torch.compile(
             lambda x, y: F.cross_entropy(model(x), y),
@@ -116,9 +117,10 @@ def compile_options(
     one starts. Between 0 and 1: less memory, for a faster network. 2, 3 ..: for slow
     networks; each holds the weights and gradients of one more unit.
 
-    Raises ValueError if the model is not wrapped, for another `ahead`, and if
-    post_grad_custom_post_pass or joint_custom_post_pass is already set. Warns while
-    compiling if a graph has no unit, or if other options move the collectives again."""
+    Raises ValueError if the model is not wrapped, for a negative or broken `ahead`
+    (1.5), and if post_grad_custom_post_pass or joint_custom_post_pass is already set in
+    torch._inductor.config. Warns while compiling if a graph has no unit, or if other
+    options move the collectives again."""
     _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
 
@@ -126,7 +128,9 @@ def compile_options(
 def overlap_pass_and_options(
     model: nn.Module, whole_step=False, ahead=1.0
 ) -> tuple["Overlap", dict]:
-    """What moves the collectives, and compile_options, of which it is a part."""
+    """(the pass that moves the collectives, the dict of compile_options(), which holds
+    it). For tests and tools that run the pass by itself. Arguments and errors: as
+    there."""
     part = 0 <= ahead <= 1
     several = ahead > 1 and ahead % 1 == 0
     if not part and not several:
@@ -217,6 +221,7 @@ class Overlap(CustomGraphPass):
         keep_order(g, weight_gradients, buckets_last(g))
 
     def warn_of_options(self) -> None:
+        """If other options let Inductor move the collectives after this pass."""
         undone = [
             name
             for name, value in DISABLED_INDUCTOR_PASSES.items()
@@ -356,6 +361,7 @@ def groups(starts: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def put_behind(at: fx.Node, nodes: list[fx.Node]) -> None:
+    """Moves `nodes`, in their order, right behind `at`."""
     for n in reversed(nodes):
         at.append(n)
 
@@ -389,7 +395,7 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
 
 
 def flops_of(product: fx.Node) -> float:
-    """Of a matrix product, a convolution or attention, as torch counts them."""
+    """FLOPs of a matrix product, a convolution or attention, as torch counts them."""
     _, args = called(product)
     args, kwargs = fx.map_arg((args, product.kwargs), lambda n: n.meta.get("val"))
     count = FLOP_FORMULAS[operation(product)]
@@ -416,6 +422,7 @@ def is_ours(n: fx.Node) -> bool:
 
 
 def wait_of(start: fx.Node) -> fx.Node:
+    """The wait for a collective: the first node that reads it."""
     return min(start.users)
 
 
@@ -550,9 +557,11 @@ class RecomputeNorms(CustomGraphPass):
     marked stays."""
 
     def uuid(self):
+        """What the compile caches know of this pass: its source."""
         return source_hash()
 
     def __call__(self, g: fx.Graph) -> None:
+        """g: the joint graph of forward and backward, whose meta it changes."""
         g = getattr(g, "graph", g)
         of_backward = descendants_of_tangents(g)
         if not of_backward:
@@ -574,11 +583,12 @@ class RecomputeNorms(CustomGraphPass):
 
 
 def source_hash() -> str:
+    """SHA-256 of this file, in hexadecimal digits."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def nbytes_of(n: fx.Node) -> int:
-    """0 where a size varies."""
+    """Bytes of a node's tensor; 0 where a size varies."""
     numel = numel_of(n)
     return numel * n.meta["val"].itemsize if numel else 0
 
@@ -848,7 +858,7 @@ def reads_of(n: fx.Node, spans: dict) -> set[fx.Node]:
 
 
 def numel_of(n: fx.Node) -> int:
-    """0 where a size varies."""
+    """Elements of a node's tensor; 0 for another value, and where a size varies."""
     value = n.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
@@ -857,11 +867,13 @@ def numel_of(n: fx.Node) -> int:
 
 
 def dtype_of(n: fx.Node) -> torch.dtype | None:
+    """Of a node's tensor; None for another value."""
     value = n.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def is_view(n: fx.Node) -> bool:
+    """Whether a node's result has the memory of its input."""
     return getattr(n.target, "is_view", False) or n.target in VIEWS
 
 

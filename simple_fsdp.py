@@ -12,11 +12,11 @@
     model = torch.compile(model, fullgraph=True, options=options)
 
 While the model runs, forward or backward, reading `module.weight` gives the whole
-parameter; elsewhere it gives the sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and
-**averaged** over the ranks (torchtitan's sums now): a loss that is normalised by a
-token count must be divided by the mean count per rank. Inputs are not cast. Not for
-tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14, Python 3.11 or later.
-Paper: arXiv:2411.00284.
+parameter; elsewhere it gives the sharded DTensor itself. Its gradient arrives sharded,
+in the stored dtype, and **averaged** over the ranks (torchtitan's sums now): a loss
+that is normalised by a token count must be divided by the mean count per rank. Inputs
+are not cast. Not for tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14,
+Python 3.11 or later. Paper: arXiv:2411.00284.
 
 A **unit** is a module whose parameters are gathered by one collective and whose
 gradients are reduced by one (one for each set that is alike in mesh, placement, dtype
@@ -127,18 +127,23 @@ def _skipped_by_dynamo(function):
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """`param_dtype`: dtype of the gathered parameter and of the all-gather (None: as
-    stored). `reduce_dtype`: dtype of the gradient reduction (None: as the gradient was
-    computed, i.e. param_dtype, which is FSDP2's rule). Gradients land in the stored
-    dtype. Only floating-point parameters are cast, and alike at every world size, 1
-    included."""
+    """Dtypes of the collectives. FSDP2's class of this name has the same two fields:
+
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    `param_dtype`: of the gathered parameter and of the all-gather (None: as stored).
+    `reduce_dtype`: of the gradient reduction (None: as the gradient was computed, i.e.
+    param_dtype). Gradients land in the stored dtype. Only floating-point parameters are
+    cast, and alike at every world size, 1 included. data_parallel() raises ValueError
+    for a dtype that is not floating-point."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
 
 class GatherPolicy(NamedTuple):
-    """What data_parallel() was told about the parameters of a module."""
+    """How a module's parameters are gathered: a MixedPrecisionPolicy's dtypes, and
+    reshard_after_forward as in data_parallel(), which makes it."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -633,7 +638,8 @@ def units_of(model: nn.Module) -> list[str]:
     For a wrapped model: the units that data_parallel() took. Before that: its guess,
     the outermost modules that contain other modules and no list of blocks. A Sequential
     with a third of the parameters or more, and the only child of a module, are not
-    units themselves; their children may be."""
+    units themselves; their children may be. The model itself is "". An empty list means
+    that each module gathers its own parameters. Runs no collective."""
     units = [m for m in model.modules() if _is_unit(type(m))]
     if not any("_gather_policy" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
@@ -909,18 +915,19 @@ def data_parallel(
         model = data_parallel(model, mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters())  # after wrapping
 
-    A parameter becomes a DTensor with this rank's rows, dimension 0 divided by the
-    number of ranks. While the model runs, module.weight is the unsharded tensor in
-    param_dtype. Gradients are averaged over the mesh, in reduce_dtype, and stored as
-    the parameter is.
+    On N ranks a parameter [m, ...] becomes a DTensor whose local shard has
+    ceil(m / N) rows, on the last ranks fewer or none. While the model runs,
+    module.weight is the unsharded tensor in param_dtype. Gradients are averaged over
+    the mesh, in reduce_dtype, and stored as the parameter is.
 
     Modules that are already wrapped keep their shards and policy. So a part may be
     wrapped before its model, for example with another policy; it is then a unit if it
     contains other modules, unless it holds blocks. A second call for the model wraps
     what was added since, such as adapters.
 
-    mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension
-    0), "hybrid_shard" (2-D mesh: replicate, shard).
+    mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (a 1-D mesh; ZeRO-3,
+    arXiv:1910.02054), "hybrid_shard" (a 2-D mesh with mesh_dim_names: replicas, then
+    shards).
 
     reshard_after_forward: free gathered weights after forward and gather them again in
     backward.
@@ -941,8 +948,11 @@ def data_parallel(
     in compiled code (eager mode raises) or through `.data`, and one that a backward
     hook changes. A view of a weight that is kept for a later forward keeps old values.
 
-    Buffers are not changed, and inputs are not cast. Raises ValueError, before anything
-    is changed, for a wrong argument or a parameter that cannot be sharded."""
+    Buffers are not changed, and inputs are not cast.
+
+    Raises ValueError, before anything is changed, for a wrong argument, for a parameter
+    that cannot be sharded, and where all is wrapped already. Later RuntimeError for an
+    optimizer that was built before, and for a parameter that came after."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     groups = _listed_units(model, units) if units is not None else []
     _strict.watch_optimizers()
@@ -1090,7 +1100,13 @@ ParameterRow = namedtuple(
 def describe(model: nn.Module) -> list[ParameterRow]:
     """One row per parameter (tied ones once): what this rank holds, and the unit that
     gathers it ("": the module that holds it). Placement "-": not wrapped. Runs no
-    collective."""
+    collective.
+
+        for row in describe(model):
+            print(row.name, row.shape, row.local_shape, row.unit)
+
+    shape and local_shape: of the parameter and of this rank's shard. dtype and
+    local_bytes: as stored."""
     units = units_of(model)
     rows = []
     for name, p in model.named_parameters():
@@ -1397,7 +1413,9 @@ def unsharded(module: nn.Module | None = None):
             penalty = model.head.weight.square().sum()
 
     Each parameter is gathered at its first use (with all of `module`, if that is a
-    unit) and freed at the end. Raises RuntimeError if one was changed in place."""
+    unit) and freed at the end. Gradients go through it as through forward. In compiled
+    code it does nothing: there parameters are unsharded anyway. Raises RuntimeError if
+    one was changed in place. On one rank alone it hangs."""
     if torch.compiler.is_compiling():
         yield
         return

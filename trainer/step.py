@@ -59,7 +59,7 @@ class LanguageModel(Protocol):
 
 
 def shard_group(p: Tensor):
-    """(mesh, dimension) over which `p` is sharded, or None."""
+    """(mesh, dimension) over which `p` is sharded; None where this rank has all of it."""
     if isinstance(p, DTensor):
         for dim, placement in enumerate(p.placements):
             if placement.is_shard() and p.device_mesh.size(dim) > 1:
@@ -68,8 +68,11 @@ def shard_group(p: Tensor):
 
 
 def global_norm(shard_groups: list, grads: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient from its local shards, fp32 scalar.
-    shard_groups: `shard_group` of each parameter."""
+    """2-norm of the whole gradient from its local shards, fp32 scalar on their device. A collective: one all-reduce per
+    shard group. shard_groups: `shard_group` of each parameter, in the order of `grads`.
+
+        norm = global_norm([shard_group(p) for p in params], [local(p.grad) for p in params])
+    """
     total = None
     groups = {}
     for group, g in zip(shard_groups, grads, strict=True):
@@ -86,7 +89,8 @@ def global_norm(shard_groups: list, grads: list[Tensor]) -> Tensor:
 def parameter_norms(
     model: nn.Module, params: list[Tensor], grads: list[Tensor]
 ) -> dict[str, float]:
-    """The norms of each parameter, "norm/NAME", and of its gradient, "grad/NAME". grads: the local shards."""
+    """The norms of each parameter, "norm/NAME", and of its gradient, "grad/NAME". grads: the local shards of the
+    gradients of `params`. A collective per sharded tensor, and a host sync for each figure."""
     names = {id(p): name for name, p in model.named_parameters()}
     norms = {}
     for p, g in zip(params, grads, strict=True):
@@ -113,6 +117,7 @@ class UnshardedParameters:
         self.reduce_fn = self.reduce
 
     def gather(self) -> list[Tensor]:
+        """The unsharded parameters, in `param_dtype`. A collective."""
         cast = dict(forward_dtype=self.param_dtype)
         return [
             p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local()
@@ -242,6 +247,7 @@ class Step:
             self.watcher = None
 
     def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
+        """Begins "fwd", "bwd", "reduce" or "step": for `watch_phases`, and for the message when memory runs out."""
         self.phase = "bwd" if phase == "reduce" else phase
         if self.watcher is not None:
             self.watcher(phase, grads or [])
@@ -278,7 +284,8 @@ class Step:
         return t
 
     def all_reduce(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
-        """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
+        """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions. op:
+        "sum", "avg" or "max". Returns a new tensor where more than one rank takes part, else `t` itself."""
         for dim in range(self.mesh.ndim if self.mesh is not None else 0) if dims is None else dims:
             if self.mesh.size(dim) > 1:
                 # On CUDA the stream waits.
@@ -308,7 +315,8 @@ class Step:
         return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
 
     def clipped(self, grads: list[Tensor], norm: Tensor) -> list[Tensor]:
-        """The gradients, scaled down to a global norm of `clip` if theirs is larger."""
+        """The gradients, scaled down to a global norm of `clip` if theirs, `norm`, is larger; as they are if `clip` is
+        0."""
         if not self.clip:
             return grads
         return torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
@@ -517,14 +525,23 @@ def make_step(
     compiled_update: bool | None = None,
     **kwargs,
 ) -> Step:
-    """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
-    accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
-    the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is skipped; 0: none), and Step's check_for_stop and on_gradients.
+    """The step of a compile mode. What is compiled: "none", "blocks" (each block of the model), "model" (without the
+    loss), "fwdbwd" (model and loss as one graph), "step" (the optimizer, too).
+
+        step = make_step("fwdbwd", model, optimizer, mesh=mesh, grad_accum=2, clip=1.0)
+        loss = step(tokens, targets)        # [B, T] each -> fp32 scalar
+
+    kwargs: mesh, that of data_parallel(). grad_accum: micro-batches of a step. clip: largest gradient norm (0: any).
+    chunk: tokens per chunk of the loss (0: all at once). norm_limit: a step with a larger norm is skipped (0: none is).
+    accum_sync: when gradients are reduced. "every" micro-batch. "shards": once a step over replicas, dimension 0,
+    for a model wrapped on the other dimension alone. "last": all once a step, which needs the wrapper's param_dtype and
+    reduce_dtype. check_for_stop, on_gradients: see Step.
+
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     compiled_update: in mode fwdbwd, whether `Step.update` is compiled. None: on CUDA alone; on a CPU torch's fused
     AdamW is as fast, and compiling would take a minute. False for an optimizer that cannot be compiled, as AdamW8bit.
-    ValueError for what mode or torch cannot do, and for a sharded model without a mesh."""
+
+    Raises ValueError for what mode or torch cannot do, and for a sharded model without a mesh."""
     check_mode(mode, options)
     if kwargs.get("on_gradients") is not None and mode == "step":
         raise ValueError("on_gradients: this step has no gradients outside its graph")

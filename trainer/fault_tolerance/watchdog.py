@@ -67,8 +67,11 @@ def _where(thread: int) -> str:
 
 
 class Watchdog(AbstractContextManager):
-    """limit: seconds without progress that end the run, 0: none; may be changed, as after the first step. begun:
-    whether a step is done: a signal then waits for the next boundary. on_end(outcome): called once, before the end."""
+    """Ends this process with exit code 7 if `beat` is not called for `limit` seconds, see the head of the file.
+
+    limit: seconds, 0: for ever; may be changed, as after the first step. rank, world: of torch.distributed. folder: for
+    the files with stacks. begun: whether a step is done: a signal then waits for the next boundary. on_end(outcome):
+    called once, before the end."""
 
     def __init__(
         self,
