@@ -130,6 +130,47 @@ def test_the_plan_that_the_readme_shows_is_what_plan_py_prints():
     assert f"\nstep {re.search(r'on an H200, for which the plan is (.+ ms)', README)[1]}," in other
 
 
+def table_rows(page):
+    """The columns of each row that begins with flags."""
+    lines = PAGES[page].splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith(("| `", "| (", "| .. "))]
+
+
+def mib(number):
+    return f"{round(number):,}".replace(",", "'")
+
+
+def simulated(flags):
+    """(TFLOP, peak MiB) of one rank of 8 by a committed row, as a page has them."""
+    parts = sorted(re.split(r" (?=--)", flags))
+    (row,) = [row for row in rows_of(ROOT / "results/peaks.jsonl") if row["line"].startswith("nproc=1 ")
+              and sorted(re.split(r" (?=--)", row["line"])[1:]) == sorted([*parts, "--world 8"])]  # fmt: skip
+    return f"{row['tflop']:.1f}", mib(row["simulated_mib"])
+
+
+def test_the_table_of_the_readme_is_of_the_committed_rows():
+    rows = [row for row in rows_of(ROOT / "results/h200_order.jsonl") if row["remat"] == "both"]
+    measured = {(row["compile"], row["wrapper"], row["world"]): row for row in rows}
+    seen = [row for row in table_rows("README.md") if len(row) == 5 and row[0].startswith(("(default", "`--compile"))]
+    assert len(seen) == 3
+    for flags, *shown in seen:
+        mode = "blocks" if "blocks" in flags else "fwdbwd", "fsdp2" if "fsdp2" in flags else "simple"
+        rows = [measured[*mode, f"8(sim {link})"] for link in ("h100-nvlink", "ndr-ib")]
+        times = [f"{row['step_ms_min']:.1f} [{row['step_ms']:.1f}]" for row in rows]
+        peak = ", ".join(mib(max(row[f"peak_{kind}_mib"] for row in rows)) for kind in ("alloc", "reserved"))
+        words = "--remat both" + (f" {flags.strip('`')}" if "`" in flags else "")
+        assert shown == [*times, peak, simulated(words)[0]], flags
+
+
+def test_the_peaks_of_how_it_works_are_of_the_committed_rows():
+    seen = [row for row in table_rows("docs/how_it_works.md") if len(row) == 4]
+    assert len(seen) == 10
+    before = ""
+    for flags, _, *shown in seen:
+        before = f"{before} {flags[4:-1]}" if flags.startswith("..") else flags.strip("`")
+        assert tuple(shown) == simulated(before), flags
+
+
 def test_every_promised_fault_has_one_row_and_tests():
     assert sorted(map(int, FAULTS)) == sorted(map(int, SHOWN_BY)) == sorted(PROMISED)
 
