@@ -72,9 +72,11 @@ def show(config: finetuning_flags.Config, world: int) -> None:
     """Prints what a run would say of --data, and an example of each form with what is learned of it marked."""
     try:
         config = flags.resolve(config, "cpu", world)
-        vocab = blank_model(config.model).model.get_input_embeddings().num_embeddings
+        model = blank_model(config.model)
+        vocab = model.model.get_input_embeddings().num_embeddings
         with answering():
-            put(open_data(config, vocab).report(color=sys.stdout.isatty()), safe=True)
+            data = open_data(config, vocab, until=model.can_share_prefix)
+            put(data.report(color=sys.stdout.isatty()), safe=True)
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

@@ -369,10 +369,15 @@ def causal_mask(T: int, device: torch.device) -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [B, T, V], targets [B, T] -> fp32 sum over the targets that are not IGNORE."""
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """logits [B, T, V], targets [B, T] -> fp32 sum over the targets that are not IGNORE. label_smoothing: share of a
+    target's probability that is spread evenly over V."""
     return F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        logits.flatten(0, -2).float(),
+        targets.flatten(),
+        ignore_index=IGNORE,
+        reduction="sum",
+        label_smoothing=label_smoothing,
     )
 
 

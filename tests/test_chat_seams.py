@@ -7,11 +7,15 @@ On a CPU, with a tokenizer that merges across everything but special tokens, ove
 
 import random
 import re
+from itertools import accumulate
 
 import pytest
 from conversations import PROMPT, SPECIAL, TURNS, refuse
 from fixtures import byte_level
 from test_chat import learned_text
+
+from trainer.finetuning import examples
+from trainer.finetuning.templates import Rules
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 tokenizers = pytest.importorskip("tokenizers")
@@ -74,6 +78,49 @@ def test_an_answer_begins_after_the_tokens_of_its_prompt_whatever_stands_there(b
         assert across or ids[begin:].tolist() == whole
         assert stream.preview(0, False).endswith("start of an answer; it is split there") == across
         assert ("1 with tokens across the start of an answer, cut there" in stream.description) == across
+
+
+def drawn_texts(drawn, count):
+    """Texts with special tokens in them, and where they could be cut: not within one."""
+    for _ in range(count):
+        pieces = [drawn.choice(SPECIAL if drawn.random() < 0.3 else PIECES) for _ in range(drawn.randrange(2, 30))]
+        ends = [*accumulate(map(len, pieces))]
+        yield "".join(pieces), sorted(drawn.sample(ends, drawn.randrange(1, len(ends))))
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_tokens_of_a_text_up_to_any_cut_are_those_of_that_text_alone(tokenizer, merging, strips):
+    """strips: of special tokens one takes the spaces before it, which are then no tokens."""
+    made = tokenizer()
+    made.backend_tokenizer.model, made.backend_tokenizer.pre_tokenizer = merging.model, merging.pre_tokenizer
+    if strips:
+        made.add_tokens([tokenizers.AddedToken("<|im_end|>", lstrip=True, special=True)], special_tokens=True)
+    encoder = examples.Encoder([], made, Rules())
+    assert (encoder.tokens(["1 <|im_end|>"]) == encoder.tokens(["1<|im_end|>"])) == strips
+    unlike = 0
+    for text, edges in drawn_texts(random.Random(1), 150):
+        (whole,) = encoder.tokens([text])
+        alone = encoder.tokens([text[:edge] for edge in edges])
+        found = [(at + len(ids), whole[at : at + len(ids)] == ids) for at, ids in encoder.prefixes(text, whole, edges)]
+        assert found == [(len(ids), whole[: len(ids)] == ids) for ids in alone], (text, edges)
+        unlike += not all(alike for _, alike in found)
+    assert unlike > 20
+
+
+def test_what_is_tokenised_of_a_chat_grows_as_its_turns_do(batches, tokenizer, merging, monkeypatch):
+    made = tokenizer(WAYS["words"])
+    made.backend_tokenizer.model, made.backend_tokenizer.pre_tokenizer = merging.model, merging.pre_tokenizer
+    sizes, real = [], examples.Encoder.tokens
+    counted = lambda self, texts: sizes.extend(map(len, texts)) or real(self, texts)  # noqa: E731
+    monkeypatch.setattr(examples.Encoder, "tokens", counted)
+    shares = []
+    for count in (5, 50):
+        turns = [turn | dict(content=f"\nanswer {i}") for i in range(count) for turn in TURNS[:2]]
+        sizes.clear()
+        stream = batches([dict(messages=turns)], made=made, seqlen=9999, vocab=999)
+        assert "1 with tokens across the start of an answer" in stream.description
+        shares.append(sum(sizes) / len(stream.readable(stream.example(0)[0].tolist())))
+    assert shares[1] < 1.1 * shares[0] < 6, shares
 
 
 @pytest.mark.parametrize("prompt, refused", [("an", True), ("an ", False)])

@@ -234,10 +234,12 @@ def test_every_key_of_the_table_has_a_test():
     assert {*OF_OTHERS} == {key for key, *_ in OTHERS_KEYS}
 
 
-def test_a_chat_of_very_many_turns_is_refused_unless_it_is_rendered_once(batches, monkeypatch):
+def test_a_chat_of_very_many_turns_is_refused(batches, monkeypatch):
     monkeypatch.setattr("trainer.finetuning.templates.MOST_MESSAGES", 4)
+    monkeypatch.setattr("trainer.finetuning.templates.MOST_MARKED", 6)
     assert len(learned_text(batches([dict(messages=TURNS[:4])]))) == 2
     long = dict(messages=[*TURNS[:2]] * 3)
-    words = r"expected at most 4 messages, or a template with {% generation %}, found 6 messages, rendered once"
-    refuse(words, batches, [long])
+    refuse(r"expected at most 4 messages, or {% generation %} in the template, found 6 messages; cut", batches, [long])
     assert len(learned_text(batches([long], "markers"))) == 3
+    longer = dict(messages=[*TURNS[:2]] * 4)
+    refuse(r"expected at most 6 messages, found 8 messages; cut the line in two", batches, [longer], "markers")

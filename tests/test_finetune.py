@@ -23,6 +23,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install -e '
 from safetensors.torch import load_file, save_file
 from tiny_hf import KINDS, TOKENS, built, edit_json, logits, resolved, write_data, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from trainer import config as flags
 from trainer.finetuning import config, export, load
@@ -235,6 +236,29 @@ def loss_of_transformers(folder, dtype=torch.float32):
 def test_the_first_loss_is_that_of_transformers(tune, qwen):
     done = tune("--steps", 1, "--grad-accum", 2, "--log-every", 1)
     assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(qwen), abs=1e-6)
+
+
+@pytest.mark.parametrize("pad", ["fixed", "pack"])
+def test_smoothed_labels_have_the_loss_and_the_gradient_of_transformers(pad, tune, qwen):
+    argv = "--label-smoothing", 0.1, "--pad", pad, "--steps", 1, "--grad-accum", 2, "--log-every", 1
+    done = fine(tune(*argv))
+    how = dict(global_batch=8, seqlen=48, vocab=400, seed=0, pad=pad)
+    data = str(write_data(Path("first.jsonl")))
+    tokens, targets, inputs = next(ChatBatches(data, AutoTokenizer.from_pretrained(qwen), **how))
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    loss = LabelSmoother(0.1)(model(input_ids=tokens, use_cache=False, **inputs), targets)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert done.steps[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert done.steps[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert "--loss full: the loss of Qwen2ForCausalLM is not the cross-entropy of its head's product" in done.out
+
+
+def test_smoothed_labels_leave_the_held_out_loss_and_refuse_the_loss_in_chunks(tune):
+    argv = "--steps", 0, "--eval-every", 1
+    plain, smoothed = (fine(tune(*argv, *more)).row["eval_loss"] for more in ((), ("--label-smoothing", 0.5)))
+    assert smoothed == pytest.approx(plain, abs=1e-6)
+    refused(2, "--loss chunked: the loss of", tune("--label-smoothing", 0.5, "--loss", "chunked", "--steps", 1))
 
 
 FAMILIES = "diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope", "deepseek"

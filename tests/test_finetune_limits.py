@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversations import jsonl
+from conversations import TEMPLATES, TURNS, jsonl
 from forked import Job
 from harness import spawn
 from outcomes import fine, later, losses, refused
@@ -175,6 +175,7 @@ LINES = [
     ("--template-args [1]", "--template-args [1]: must be a JSON object"),
     ("--columns answer=output", "--columns answer=output: must be NAME=COLUMN, where NAME is one of"),
     ("--model=", "--model: needs the folder of a model"), ("--data", "--data: needs files of examples;"),
+    ("--label-smoothing 1", "--label-smoothing 1.0: must be 0 or more and below 1"),
     ("--lora -1", "--lora -1: must be 0 or more"),
     ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: needs adapters"),
     ("--lora-targets q_proj", "--lora 0: not with --lora-targets q_proj: needs adapters; add --lora RANK"),
@@ -314,7 +315,8 @@ LARGE = dict(vocab=16000, hidden_size=768, intermediate_size=3072, num_hidden_la
 @pytest.mark.parametrize("argv", [
     "--compile fwdbwd --pad pack --remat block --remat-ratio 0.5", "--compile blocks --loss chunked",
     "--compile fwdbwd --lora 4 --remat block --remat-ratio 0.5 --loss chunked",
-    "--compile fwdbwd --lora 4 --accum-sync last --grad-accum 2",
+    "--compile fwdbwd --lora 4 --accum-sync last --grad-accum 2", "--compile blocks --label-smoothing 0.1",
+    "--compile fwdbwd --label-smoothing 0.1 --pad pack", "--compile step --label-smoothing 0.1",
 ])  # fmt: skip
 def test_compiled_steps_have_the_losses_of_eager_ones(argv, tune):
     rest = argv.split()[2:]
@@ -404,3 +406,14 @@ def test_a_preview_says_what_the_run_would_and_shows_each_form(tune, qwen, tmp_p
     forms = "1 example of ShareGPT's", "1 example of prompt and completion", "2 examples of text"
     assert all(f"\n{form}, the first with [[what is learned]]:\n" in shown for form in forms), shown
     assert "[[one two<|im_end|>]]" in shown and "[[y<|im_end|>]]" in shown
+
+
+def test_a_preview_of_packed_rows_counts_what_examples_share(tune, qwen, tmp_path, capfd):
+    (tmp_path / "qwen3.jinja").write_text(TEMPLATES["qwen3"])
+    jsonl(tmp_path / "few.jsonl", [dict(messages=TURNS)] * 9)
+    argv = "--pad", "pack", "--template", tmp_path / "qwen3.jinja", "--data", tmp_path / "few.jsonl", "--seqlen", 256
+    done = fine(tune(*argv, "--steps", 1))
+    finetune.show(config.parse(list(map(str, ("--model", qwen, *argv)))), 1)
+    shown = capfd.readouterr().out
+    facts = shown[shown.index("\ndata") + 1 : shown.index("\n\n")]
+    assert "tokens are shared by several examples" in facts and f"\n{facts}\n" in done.out

@@ -369,7 +369,7 @@ _RANGES = [
      "a file that ends with .safetensors, .safetensors.index.json or .pt"),
     ("results save profile prepared export eval_data adapter", lambda v: v[:1] not in ("", "~"),
      "a path; write $HOME for ~, which the shell expands only where a word begins"),
-    ("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
+    ("adam_beta1 adam_beta2 label_smoothing", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio warmup_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),
 ]  # fmt: skip

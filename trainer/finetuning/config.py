@@ -104,6 +104,9 @@ class Tuning(flags.Optimization):
     sequences as it needs."""
     mask_history: bool = False
     """Train only on the last answer of each chat."""
+    label_smoothing: float = 0.0
+    """Spread this share of each target's probability evenly over the vocabulary (takes --loss full). The loss of
+    --eval-every is without it."""
     template: str | None = None
     """File with the chat template to train with, for example a copy of the tokenizer's with {% generation %} added; or
     one of the built-in deepseek-r1 and glm-4.5. A printed line says where its text differs from the tokenizer's."""

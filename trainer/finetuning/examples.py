@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import unicodedata
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate, chain, islice, pairwise
@@ -217,6 +218,21 @@ class Encoder:
         ]
         return sizes[0] < sizes[1]
 
+    def prefixes(
+        self, text: str, whole: list[int], edges: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Of a text up to each edge: where its last ids begin, and these. Those before are of `whole`, of all the text:
+        nothing is merged across a special token, and to tokenise them again for each turn would take time that grows
+        with the square of the turns."""
+        starts = [0, *(found.start() for found in self.template.special.finditer(text, 1))]
+        segments = self.tokens([text[a:b] for a, b in pairwise([*starts, len(text)])])
+        if [*chain.from_iterable(segments)] != whole:  # a special token that takes spaces beside it
+            starts, segments = [0], []
+        before = [0, *accumulate(map(len, segments))]
+        at = [bisect_left(starts, edge, 1) - 1 for edge in edges]
+        last = self.tokens([text[starts[i] : edge] for i, edge in zip(at, edges, strict=True)])
+        return zip(map(before.__getitem__, at), last, strict=True)
+
     def marked(
         self, example: Example, whole: list[int], parts: list[list[int]]
     ) -> tuple[list[int], list[bool], bool, list[int]]:
@@ -227,14 +243,13 @@ class Encoder:
         across = False
         if whole != joined:
             edges = [*accumulate(map(len, example.parts))]
-            prefixes = self.tokens([example.text[:edge] for edge in edges[:-1]])
-            prompts = prefixes[::2]
-            across = any(whole[: len(prompt)] != prompt for prompt in prompts)
+            prefixes = [*self.prefixes(example.text, whole, edges[:-1])]
+            across = any(whole[at : at + len(ids)] != ids for at, ids in prefixes[::2])
             if across and self.tokenizer.decode(joined) != self.tokenizer.decode(whole):
                 expected = "a tokenizer that can encode a text in parts"
                 raise BadLine(expected, "one that puts a space before each part")
             if not across:
-                ends = [0, *map(len, prefixes), len(whole)]
+                ends = [0, *(at + len(ids) for at, ids in prefixes), len(whole)]
                 parts = [whole[a:b] for a, b in pairwise(ends)]
                 joined = whole
         learned = [i % 2 == 1 for i, part in enumerate(parts) for _ in part]

@@ -4,6 +4,7 @@ import os
 import re
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -183,8 +184,14 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
     """Checks the model with the weights that it now has. Says what the reader should know of it and of the data."""
     if not config.random:  # else it has been done
         model.probe(device)
+    if config.label_smoothing:
+        model.plain_head = False
+        run.step.loss_outside_model = True
+        run.step.cross_entropy = partial(
+            run.step.cross_entropy, label_smoothing=config.label_smoothing
+        )
     if not model.plain_head and config.loss != "full":
-        why = f"the logits of {type(model.model).__name__} are not its head's product alone"
+        why = f"the loss of {type(model.model).__name__} is not the cross-entropy of its head's product alone"
         if config.loss == "chunked":
             raise Refused(f"--loss chunked: {why}; use --loss full")
         run.step.chunk = 0

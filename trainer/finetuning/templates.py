@@ -36,9 +36,10 @@ OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
-# Messages of a line whose template has no {% generation %}: it is rendered once for each answer, so that time grows
-# with the square of their number.
+# Messages of a line. Without {% generation %} it is rendered once for each answer, with it transformers joins the text
+# so far at each: time grows with the square of their number.
 MOST_MESSAGES = 2000
+MOST_MARKED = 10_000
 RENDER = f"use a role and a key that the template renders, or leave the key out{LEAVE_OUT}"
 TEMPLATE = (
     "put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
@@ -251,18 +252,17 @@ class ChatTemplate:
     ) -> list[Example]:
         """The examples of messages in one form. marked: by what the template has in {% generation %}, else prefix by
         prefix. Raises BadLine for a text that is in no example, and what a template raises."""
+        most = MOST_MARKED if marked else MOST_MESSAGES
+        if answers[-1] >= most:
+            expected = f"at most {most} messages" + ", or {% generation %} in the template" * (
+                not marked
+            )
+            fix = f"cut the line in two{LEAVE_OUT}" + f"; or {TEMPLATE}" * (not marked)
+            raise BadLine(expected, f"{len(turns)} messages", fix)
         if marked:
             text, spans = render(turns[: answers[-1] + 1], how, return_assistant_tokens_mask=True)
             made = {answers[-1]: Example(text, spans, True)}
         else:
-            if answers[-1] >= MOST_MESSAGES:
-                expected = (
-                    f"at most {MOST_MESSAGES} messages, or a template with {{% generation %}}"
-                )
-                fix = f"cut the line in two{LEAVE_OUT}; or {TEMPLATE}"
-                raise BadLine(
-                    expected, f"{len(turns)} messages, rendered once for each answer", fix
-                )
             made = self.by_prefix(turns, answers, how)
         self.check_texts(turns[: answers[-1] + 1], made, how)
         return [made[i] for i in sorted(made)]
