@@ -80,6 +80,7 @@ def exact(request: Plan, q: search.Question, words: list[str]) -> int:
     for name, usual in (
         ("lora", 0),
         ("remat_ops", False),
+        ("remat_keep", "none"),
         ("logits", "auto"),
         ("master_dtype", "fp32"),
     ):

@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -68,6 +68,28 @@ FLOOR_US = 10.0  # of an eager operation: a launch of some kernels. Not fitted
 CONTEXT_GIB = 0.5  # CUDA's, which nvidia-smi counts
 WITHIN = 0.85  # part of the rows of a kind whose error is at most the stated one
 A100 = 312e12  # FLOP/s
+# Values without which transformers 5.23.0 does not build a class from its own defaults. Files of such models have them;
+# these are made up.
+INDEXER = dict(n_heads=16, kv_heads=1, head_dim=256, budget=2048, compress_ratio=4)
+INDEXED = {f"indexer_{name}": value for name, value in INDEXER.items()}
+LACKING = {
+    "cohere_compass_text": dict(
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=1e4)
+            for kind in ("full_attention", "sliding_attention")
+        }
+    ),
+    "dbrx": dict(attn_config=dict(rope_theta=5e5)),
+    "dots1": dict(n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6),
+    "hunyuan_v1_dense": dict(head_dim=128),
+    "hunyuan_v1_moe": dict(head_dim=128),
+    "lfm2_moe": dict(layer_types=["conv", "conv", "full_attention", "conv"] * 8),
+    "ministral": dict(head_dim=128),
+    "nemotron": dict(num_key_value_heads=8),
+    "qwen4_exp": dict(text_config=INDEXED),
+    "qwen4_exp_text": INDEXED,
+    "reformer": dict(is_decoder=True),
+}
 # The steps that the constants `reached` of hardware.toml were fitted on (d945835).
 FITTED = {
     "seqlen 1024",
@@ -89,6 +111,7 @@ class Row(NamedTuple):
     tokens: float
     memory: float | None
     memory_is: str
+    date: str
     name: str
     q: Question
     tape: Tape
@@ -139,8 +162,10 @@ def published() -> tuple[Row, ...]:
             tape = q.tape
             peak = step_peak(q.config, q.ranks, q.a, q.gpu.arch, tape).nbytes
             tokens = float(r["tok_s_per_gpu"])
-            kind = r.get("memory_is", "")
-            rows.append(Row(source, setting, tokens, memory, kind, request.gpu, q, tape, peak))
+            kind, date = r.get("memory_is", ""), r.get("date", "")
+            rows.append(
+                Row(source, setting, tokens, memory, kind, date, request.gpu, q, tape, peak)
+            )
     return tuple(rows)
 
 
@@ -261,7 +286,8 @@ def field_text() -> str:
         "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
         "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
         "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
-        "# reserved: [measured runs, least and most of what was reserved, over what is planned to be allocated].",
+        "# reserved: measured runs, their sources, and how much the allocator may reserve over what is planned to be",
+        "# allocated; runs that reserved more than the other sources say, and less than what is planned.",
         "",
         "[constants]",
     ]
@@ -275,10 +301,7 @@ def field_text() -> str:
             *(f'"{kind}" = [{n}, {bar:.3f}]' for kind, (n, bar) in bars(left_out()).items()),
             "",
             "[reserved]",
-            *(
-                f'"{kind}" = [{len(mine)}, {", ".join(f"{end:.3f}" for end in seen(mine))}]'
-                for kind, mine in sorted(reserved_runs(sizes()).items())
-            ),
+            *reserved_text(reserved_runs()),
         ]
     )
 
@@ -300,18 +323,19 @@ def by_publication(outcomes: Sequence[tuple[Row, float]]) -> list[str]:
 
 def families() -> Iterator[str]:
     """A line for each causal class of the installed transformers: what is planned, or the sentence that refuses it. Of
-    its own configuration with at most four layers; where layers have settings of their own, with all of them, as a file
-    that leaves out what is usual."""
+    its own configuration, with LACKING, and with at most four layers; where layers have settings of their own, with all
+    of them, as a file that leaves out what is usual."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     for kind in sorted(CAUSAL):
+        more = LACKING.get(kind, {})
         start = time.monotonic()
         try:
             try:
-                a = architecture(json.loads(shallow(AutoConfig.for_model(kind))))
+                a = architecture(json.loads(shallow(AutoConfig.for_model(kind, **more))))
             except Exception:
-                text = AutoConfig.for_model(kind).to_json_string(use_diff=True)
+                text = AutoConfig.for_model(kind, **more).to_json_string(use_diff=True)
                 a = architecture(json.loads(text) | {"model_type": kind})
             answer = f"planned, {a.parameters} parameters, {a.active_parameters} active, {a.note}"
         except Exception as error:
@@ -358,6 +382,8 @@ def summary(outcomes: Sequence[tuple[Row, float]]) -> list[str]:
 
 
 HERE = "one H100 and one H200 here"
+# Since pull request 643 its launch script sets expandable_segments, unless whoever starts a run sets another.
+TORCHTITAN_EXPANDABLE = "2024-10-22"
 
 
 class Size(NamedTuple):
@@ -365,10 +391,10 @@ class Size(NamedTuple):
 
     publication: str
     setting: str
-    gated: bool
     memory_is: str
     planned: float
     measured: float
+    expandable: bool = False  # segments of the allocator, as far as is known
 
     @property
     def ratio(self) -> float:
@@ -381,10 +407,10 @@ def sizes() -> list[Size]:
         Size(
             row.publication,
             row.setting,
-            row.q.a.gated,
             row.memory_is,
             row.peak,
             (row.memory - CONTEXT_GIB * (row.memory_is == "nvidia-smi")) * 2**30,
+            publisher(row.publication) == "torchtitan" and row.date > TORCHTITAN_EXPANDABLE,
         )
         for row in published()
         if row.memory
@@ -410,43 +436,64 @@ def sizes() -> list[Size]:
             name = f"row {number} of results/{file}.jsonl"
             for key, kind in (("peak_alloc_mib", "allocated"), ("peak_reserved_mib", "reserved")):
                 measured = r[key] * 2**20
-                peaks.append(Size(HERE, f"{gpu}, {name}", False, f"max {kind}", planned, measured))
+                peaks.append(Size(HERE, f"{gpu}, {name}", f"max {kind}", planned, measured))
     return peaks
 
 
-def seen(runs: Sequence[Size]) -> tuple[float, float]:
-    """The least and the largest ratio. No interval with a probability: the sources are too few, and the runs of one
-    resemble each other."""
-    ratios = [run.ratio for run in runs]
-    return min(ratios), max(ratios)
+def reserved_runs() -> list[Size]:
+    return [size for size in sizes() if not size.memory_is.endswith("allocated")]
 
 
-def reserved_runs(peaks: Iterable[Size]) -> dict[str, list[Size]]:
-    """What was reserved, with a gated MLP and without."""
-    by_kind = defaultdict(list)
-    for size in peaks:
-        if not size.memory_is.endswith("allocated"):
-            by_kind["gate" if size.gated else "no gate"].append(size)
-    return by_kind
+def upper(runs: Iterable[Size]) -> float:
+    """How much a run of another source may reserve over what is planned to be allocated. Of n sources whose largest
+    ratios are alike, 1 in n + 1 exceeds the largest, which of 9 is too many. So this end lies as far above the largest
+    as that is above the second, in logarithms (Robson and Whitlock 1964, Estimation of a truncation point)."""
+    most = defaultdict(float)
+    for run in runs:
+        most[run.publication] = max(most[run.publication], run.ratio)
+    second, first = sorted(most.values())[-2:]
+    return first * first / second
+
+
+def outside(runs: Sequence[Size], source: Callable[[str], str] = str) -> tuple[int, int]:
+    """Runs that reserved more than those of all other sources say, and runs that reserved less than is planned."""
+    above = sum(
+        run.ratio > upper(x for x in runs if source(x.publication) != source(run.publication))
+        for run in runs
+    )
+    return above, sum(run.ratio < 1 for run in runs)
+
+
+def reserved_text(runs: Sequence[Size]) -> list[str]:
+    above, below = outside(runs)
+    return [
+        f"runs = {len(runs)}",
+        f"sources = {len({run.publication for run in runs})}",
+        f"most = {upper(runs):.3f}",
+        f"above = {above}",
+        f"below = {below}",
+    ]
 
 
 def memory() -> list[str]:
-    """A line for each kind of measured memory, how often a publication needs more than all others, and a line for each
-    row."""
+    """A line for each kind of measured memory, what lies outside the interval if whole sources are left out, what is
+    known of allocators, and a line for each row."""
     peaks = sizes()
-    lines = ["memory, measured over planned to be allocated: rows, least, median, most"]
+    head = "memory, measured over planned to be allocated: rows, least, median, most"
     by_kind = defaultdict(list)
     for size in peaks:
         by_kind[size.publication, size.memory_is].append(size.ratio)
-    for (publication, kind), ratios in by_kind.items():
-        figures = min(ratios), quantile(ratios, 0.5), max(ratios)
-        lines.append(
-            f"{publication}, {kind}: {len(ratios)}, {', '.join(f'{x:.2f}' for x in figures)}"
-        )
-    lines.append("reserved: rows, publications, rows that need more than every other publication")
-    for kind, mine in sorted(reserved_runs(peaks).items()):
-        sources = len({size.publication for size in mine})
-        lines.append(f"{kind}: {len(mine)}, {sources}, {needing_more(mine)}")
+    lines = [head, *(ratios(f"{', '.join(kind)}", mine) for kind, mine in by_kind.items())]
+    runs = reserved_runs()
+    lines.append("reserved, runs left out with: rows, sources, above the interval, below, inside %")
+    for name, source in (("their publication", str), ("their publisher", publisher)):
+        above, below = outside(runs, source)
+        sources = len({source(run.publication) for run in runs})
+        inside = 100 * (len(runs) - above - below) / len(runs)
+        lines.append(f"{name}: {len(runs)}, {sources}, {above}, {below}, {inside:.0f}")
+    lines.append("reserved, by the allocator's segments: rows, least, median, most")
+    for name, known in (("expandable, by the date", True), ("fixed or not known", False)):
+        lines.append(ratios(name, [run.ratio for run in runs if run.expandable == known]))
     rows = ["", "planned GiB, measured GiB, measured over planned, row"]
     for size in peaks:
         figures = f"{size.planned / 2**30:.1f}, {size.measured / 2**30:.1f}, {size.ratio:.2f}"
@@ -454,12 +501,9 @@ def memory() -> list[str]:
     return lines + rows
 
 
-def needing_more(mine: Sequence[Size]) -> int:
-    """Rows above all those of other publications."""
-    return sum(
-        size.ratio > seen([x for x in mine if x.publication != size.publication])[1]
-        for size in mine
-    )
+def ratios(name: str, mine: Sequence[float]) -> str:
+    figures = min(mine), quantile(mine, 0.5), max(mine)
+    return f"{name}: {len(mine)}, {', '.join(f'{x:.2f}' for x in figures)}"
 
 
 def beyond(rows: Sequence[Row]) -> list[Row]:

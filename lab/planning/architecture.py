@@ -22,7 +22,7 @@ from trainer.terminal.output import regular, tell
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
 ACTIVE = "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts moe_top_k".split()
-COUNTED_TOKENS = 96  # of a pass on the meta device
+COUNTED_TOKENS = 12  # of a pass on the meta device; a recurrent model takes as many steps
 MOST_BLOCKS = 2000  # so that an answer takes no minutes
 WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
@@ -196,7 +196,9 @@ def built(config: dict, name: str) -> Architecture:
                 continue
         note = f"model_type {kind}, counted on the model that transformers builds"
         return counted(model, name, note + (", the text part alone" if part is not config else ""))
-    raise ValueError(f"model_type {kind} is not known, and finetune.py cannot build it: {why}")
+    raise ValueError(
+        f"model_type {kind}: transformers builds no causal model from this config.json, which may lack a value ({why})"
+    )
 
 
 def number(config, *names: str, usual: int = 0) -> int:
@@ -238,7 +240,8 @@ def counted(model, name: str, note: str) -> Architecture:
         for each, p in inner.named_parameters()
         if p.dim() > 1 and p is not table and p is not head and re.search(r"\.\d+\.", each)
     }
-    E = number(text, *EXPERTS)
+    routed = getattr(text, "ffn_config", text)  # of dbrx
+    E = number(routed, *EXPERTS)
     spread = sum(n for each, n in products.items() if E and ".experts" in each)
     others = sum(products.values()) - spread
     gated = bool(spread) or any("gate" in each for each in products)
@@ -257,8 +260,8 @@ def counted(model, name: str, note: str) -> Architecture:
     )
     multiplied = 0
     if not spread:  # whose routers need values
-        # Of all causal classes xlstm, mamba2, hrm_text and zamba took over 15 seconds, up to 71.
-        tell(f"{note}: counting its FLOPs; some kinds take a minute", sys.stderr)
+        how = "one operation at a time, in Python, which takes 1 to 20 s"
+        tell(f"{note}: counting its FLOPs {how}", sys.stderr)
         try:
             multiplied = round(flops.count(model, COUNTED_TOKENS).linear / 6)
             note += ", FLOPs too"
@@ -276,7 +279,7 @@ def counted(model, name: str, note: str) -> Architecture:
         gated=gated,
         tied=head is table,
         experts=E if spread else 0,
-        active=number(text, *ACTIVE, usual=1) if spread else 0,
+        active=number(routed, *ACTIVE, usual=1) if spread else 0,
         attention_matrices=((max(attention // D, 1), D),),
         linear=tuple(shapes.items()),
         counted=multiplied,

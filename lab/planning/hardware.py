@@ -66,7 +66,7 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
 
 def field_data() -> dict[str, dict]:
     """field.toml: {"constants": .., "bars": {kind: (rows, error)}, "ran": {"beyond_limit": (planned so, rows)},
-    "reserved": {"gate" or "no gate": (runs, least, most)}}."""
+    "reserved": {"runs": .., "sources": .., "most": times the planned bytes, "above": runs, "below": runs}}."""
     return tomllib.loads(FIELD.read_text())
 
 

@@ -29,16 +29,15 @@ def kind_of(q: Question) -> str:
     )
 
 
-def reserved(q: Question) -> tuple[int, float, float]:
-    """What torch's allocator reserved over what is planned to be allocated, in so many measured runs: the least and the
-    most. Others may need more."""
-    return hardware.field_data()["reserved"]["gate" if q.a.gated else "no gate"]
+def most_reserved() -> float:
+    """How much torch's allocator may reserve over what is planned to be allocated: lab.benchmarks.planner.upper."""
+    return hardware.field_data()["reserved"]["most"]
 
 
-def verdict(q: Question, peak: float, limit: float) -> str:
-    """fits: with the most that the allocator has reserved; may fit: what is allocated does."""
-    high = reserved(q)[2]
-    return "fits" if high * peak <= limit else "may fit" if peak <= limit else "DOES NOT FIT"
+def verdict(peak: float, limit: float) -> str:
+    """fits: with the most that the allocator may reserve; may fit: what is allocated does."""
+    most = most_reserved() * peak
+    return "fits" if most <= limit else "may fit" if peak <= limit else "DOES NOT FIT"
 
 
 def of_one_node(q: Question) -> int:
@@ -81,7 +80,7 @@ def doubts(q: Question, peak: float) -> list[str]:
         reasons.append(
             f"at most {FEW_TOKENS} tokens a micro-batch over several nodes: the network decides, which is seldom stated"
         )
-    if reserved(q)[2] * peak > q.gpu.memory:
+    if most_reserved() * peak > q.gpu.memory:
         reasons.append(
             "memory: so full that the allocator may free and ask again, which costs time that is not planned"
         )
@@ -124,7 +123,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
 
 
 def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
-    fits = SHORT[verdict(q, answer.peak.nbytes, q.gpu.memory - reserve_gib * 2**30)]
+    fits = SHORT[verdict(answer.peak.nbytes, q.gpu.memory - reserve_gib * 2**30)]
     t = answer.time
     error = bar(q)
     within = f"+-{100 * error[1]:.0f}" if error else "not known"
@@ -149,7 +148,7 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         f"{q.ranks} x {q.gpu.name}, {config.batch} x {grouped(config.seqlen)} tokens a rank and micro-batch, "
         f"{grouped(q.ranks * config.batch * config.grad_accum * config.seqlen)} tokens a step"
     )
-    fits = verdict(q, answer.peak.nbytes, limit)
+    fits = verdict(answer.peak.nbytes, limit)
     text.append(
         f"peak {mib(answer.peak.nbytes)} MiB: {fits} in {mib(limit)} MiB "
         f"({mib(q.gpu.memory)} minus {reserve_gib:g} GiB kept free); reached during: {answer.peak.moment}"
@@ -164,11 +163,12 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19
     ]
     t = answer.time
-    rows, low, high = reserved(q)
-    low = max(low, 1.0)
+    measured = hardware.field_data()["reserved"]
+    most = most_reserved()
     text.append(
-        f"reserved {mib(low * answer.peak.nbytes)} to {mib(high * answer.peak.nbytes)} MiB by torch's allocator: "
-        f"{low:.2f} to {high:.2f} of the peak, which is allocated, in {rows} measured runs; others may need more"
+        f"reserved {mib(answer.peak.nbytes)} to {mib(most * answer.peak.nbytes)} MiB by torch's allocator, 1.00 to "
+        f"{most:.2f} of the peak, which is allocated: {measured['above']} of {measured['runs']} measured runs took "
+        f"more, {measured['below']} less"
     )
     within = ""
     if error := bar(q):
@@ -199,7 +199,7 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
             "flags that lower the peak, cheapest first: MiB saved, ms lost a step, peak MiB, fits"
         )
         for name, saved, lost, new in search.relief(q)[:8]:
-            yes = SHORT[verdict(q, new.peak.nbytes, limit)]
+            yes = SHORT[verdict(new.peak.nbytes, limit)]
             text.append(
                 f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}"
             )
@@ -223,7 +223,7 @@ def fit_lines(settings: list[Setting], sequences: int) -> list[str]:
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     """The fastest plan and the front. ValueError for a --plot that cannot be written."""
-    limit = (q.gpu.memory - reserve_gib * 2**30) / reserved(q)[2]
+    limit = (q.gpu.memory - reserve_gib * 2**30) / most_reserved()
     if plot:  # before the search
         draw([], plot, limit)
     top, front = search.best(q, limit)
@@ -291,6 +291,7 @@ def peak_error(q: Question) -> str:
     others = [
         getattr(config, "lora", 0),
         getattr(config, "remat_ops", False),
+        getattr(config, "remat_keep", "none") != "none",
         "plain" in config.compile_options,
         getattr(config, "logits", "auto") == "fp32",
         getattr(config, "master_dtype", "fp32") != "fp32",

@@ -151,6 +151,8 @@ def misfit(config: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
         return "--mlp lean: recomputes what --remat pointwise saves; leave one of them out"
     if getattr(config, "remat_ops", False) and (config.remat != "block" or config.remat_core):
         return "--remat-ops: needs --remat block without --remat-core"
+    if getattr(config, "remat_keep", "none") != "none" and config.remat != "block":
+        return f"--remat-keep {config.remat_keep}: needs --remat block"
     lora = getattr(config, "lora", 0)
     if getattr(config, "optimizer", "adamw") == "adamw8bit":
         if config.adam_dtype != "fp32":
@@ -373,6 +375,8 @@ class Plan:
     remat_ops: bool = False
     """With --remat block: save every second matrix product of a block and attention's output, as torchtitan's selective
     activation checkpointing per operation does."""
+    remat_keep: Literal["none", "qkv"] = "none"
+    """With --remat block: the products of a block that are saved, as checkpoint policies of others name them."""
     lora: int = 0
     """Rank of LoRA adapters on every linear layer of the blocks except experts. All other weights are frozen in the
     dtype of config.json. 0: all weights are trained."""
@@ -549,6 +553,7 @@ def question(request: Plan, words: Sequence[str]) -> Question:
         master_dtype=request.master_dtype,
         lora=request.lora,
         remat_ops=request.remat_ops,
+        remat_keep=request.remat_keep,
     )
     plain = SimpleNamespace(**(config.flat() | shape | values))
     if problem := misfit(plain, a, ranks):

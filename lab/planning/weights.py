@@ -189,12 +189,11 @@ class Weights:
     # What recomputed and eager blocks do otherwise
 
     def keeps(self, what: str, to: str) -> bool:
-        """Whether a recomputed block keeps a product (--remat-ops): of those in its order every second one."""
-        if not (
-            getattr(self.config, "remat_ops", False)
-            and to[0] == "'"
-            and what in ("q", "v", "gate h")
-        ):
+        """Whether a recomputed block keeps a product: --remat-keep names them, --remat-ops means every second one."""
+        kept = {"qkv": ("q", "k", "v")}.get(getattr(self.config, "remat_keep", "none"), ())
+        if getattr(self.config, "remat_ops", False):
+            kept += ("q", "v", "gate h")
+        if to[0] != "'" or what not in kept:
             return False
         self.kept_products[what + to] = what + to[1:]
         return True

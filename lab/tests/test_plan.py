@@ -380,7 +380,7 @@ LLAMA = CONFIGS["Llama 3 8B"][0]
 DAMAGED = [None, [], "x", 0, -4, 10**12, float("inf"), True]
 OF_CONFIGS = [  # a config.json, and what is wrong with it; each after "--hf FOLDER: "
     ({"model_type": "llama", "hidden_size": 64}, "intermediate_size, num_hidden_layers, .* missing; add them"),
-    ({"model_type": "no_such"}, "model_type no_such is not known"),
+    ({"model_type": "no_such"}, "model_type no_such(: transformers builds no causal model| is not known without)"),
     (LLAMA | {"num_key_value_heads": 5}, "num_attention_heads 32 must be a multiple of num_key_value_heads 5"),
     (LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8},
      "num_experts_per_tok 8: must be at most the 4 experts"),

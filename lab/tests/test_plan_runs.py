@@ -53,24 +53,36 @@ def test_peaks_that_were_measured_as_allocated_bytes_are_planned():
     assert all(abs(size.ratio - 1) < 0.003 for size in own)
 
 
-def test_what_the_allocator_reserves_is_what_measured_runs_say():
-    runs = planner.reserved_runs(planner.sizes())
-    for kind, mine in runs.items():
-        rows, *ends = hardware.field_data()["reserved"][kind]
-        assert rows == len(mine) >= 20 and ends == pytest.approx(planner.seen(mine), abs=0.002)
-    above = {kind: planner.needing_more(mine) for kind, mine in runs.items()}
-    assert above == {"gate": 3, "no gate": 6}, "docs/planner.md says so"
+def test_at_most_one_run_in_twenty_reserves_more_than_other_sources_say():
+    """Whole publications left out, and whole publishers; at least 85 % lie inside."""
+    runs = planner.reserved_runs()
+    for source in (str, planner.publisher):
+        above, below = planner.outside(runs, source)
+        assert above <= len(runs) / 20 and len(runs) - above - below >= 0.85 * len(runs) > 30
+    text = "\n".join(planner.reserved_text(runs))
+    assert text in hardware.FIELD.read_text(), "python -m lab.benchmarks.planner --fit > lab/planning/field.toml"
+
+
+def test_a_source_that_is_left_out_does_not_help_to_judge_its_own_runs():
+    """However many rows it has, a source counts once: by the largest."""
+    def size(source, ratio):
+        return planner.Size(source, "", "max reserved", 1.0, ratio)
+
+    runs = [size("a", 1.0), size("a", 1.2), size("b", 1.3), *[size("b", 1.1)] * 9]
+    assert planner.upper(runs) == pytest.approx(1.3 * 1.3 / 1.2)
+    runs.append(size("c", 1.35))  # inside that
+    assert planner.outside(runs) == (0, 0) and planner.outside([*runs, size("d", 3.0), size("d", 0.9)]) == (1, 1)
 
 
 def test_a_plan_fits_only_with_what_the_allocator_may_reserve():
-    q = ask("--gpus 8")
-    rows, low, high = report.reserved(q)
-    assert low < 1.1 < high and rows >= 20
     limit = 1000.0
-    verdicts = [report.verdict(q, peak, limit) for peak in (limit / high, limit / high + 1, limit, limit + 1)]
+    most = report.most_reserved()
+    verdicts = [report.verdict(peak, limit) for peak in (limit / most, limit / most + 1, limit, limit + 1)]
     assert verdicts == ["fits", "may fit", "may fit", "DOES NOT FIT"]
-    gated = ask("--gpus 8 --block llama")
-    assert report.reserved(gated)[2] > high
+    q = ask("--gpus 8")
+    peak = q.answer().peak.nbytes
+    said = f"reserved {report.mib(peak)} to {report.mib(most * peak)} MiB by torch's allocator"
+    assert any(line.startswith(said) for line in report.whole(q, 3.0, 0, 0))
 
 
 def test_published_runs_that_ran_are_planned_as_fitting(found):
@@ -177,6 +189,21 @@ def test_a_ring_crosses_nodes_with_all_ports_and_a_replica_with_its_own():
     assert wide.ring(wide.inside).bytes_per_s == min(wide.inside.bytes_per_s, 400e9)
     assert narrow.ring(narrow.inside).bytes_per_s == 200e9 and narrow.shared().bytes_per_s == 25e9
     assert wide.answer().tokens_per_second >= narrow.answer().tokens_per_second
+
+
+def test_products_that_a_recomputed_block_keeps_are_memory_and_no_time():
+    usual = "--gpus 8 --batch 2 --remat block"
+    kept, none = ask(f"{usual} --remat-keep qkv"), ask(usual)
+    a, config = kept.a, kept.config
+    saved = config.batch * config.seqlen * 2 * (a.heads + 2 * a.kv_heads) * a.head_dim
+    more = (kept.answer().peak.nbytes - none.answer().peak.nbytes) / saved
+    assert a.depth - 2 <= more <= a.depth + 1
+    work = ([w for op in q.tape.ops for w in op.work if w[0] == "mm"] for q in (kept, none))
+    less, more = (sum(w[1] * w[2] * w[3] for w in products) for products in work)
+    assert more - less == a.depth * saved / 2 * a.width
+    assert kept.answer().time.seconds < none.answer().time.seconds
+    with pytest.raises(ValueError, match="--remat-keep qkv: needs --remat block"):
+        ask("--remat mlp --remat-keep qkv")
 
 
 def test_what_a_flag_costs():
@@ -301,6 +328,33 @@ def test_a_kind_that_is_not_known_is_counted_on_its_model(capsys):
     assert a.parameters == 2 * 500 * 64 + 64 + 3 * block and "counted" in a.note
     said = "model_type granite, counted on the model that transformers builds: counting its FLOPs"
     assert said in capsys.readouterr().err
+
+
+def test_a_recurrent_model_is_counted_with_as_few_steps_as_tokens():
+    """A pass over 12 tokens and blocks of one chunk: 96 tokens took xlstm over a minute, and had no such form."""
+    pytest.importorskip("transformers")
+    config = dict(model_type="xlstm", hidden_size=64, num_heads=4, num_blocks=2, num_hidden_layers=2, vocab_size=500)
+    a = architecture(config)
+    assert a.note.endswith("FLOPs too") and 500 * 64 < a.counted < a.parameters
+
+
+def test_experts_whose_numbers_stand_in_a_part_of_the_file_are_counted():
+    pytest.importorskip("transformers")
+    config = dict(model_type="dbrx", d_model=64, n_heads=4, n_layers=2, vocab_size=500, max_seq_len=64,
+                  attn_config=dict(kv_n_heads=2, rope_theta=5e5, clip_qkv=8),
+                  ffn_config=dict(ffn_hidden_size=96, moe_num_experts=8, moe_top_k=2, hidden_size=64))  # fmt: skip
+    a = architecture(config)
+    assert (a.experts, a.active) == (8, 2)
+    assert a.parameters - a.active_parameters == 2 * 6 * 3 * 64 * 96
+
+
+def test_a_file_of_which_transformers_builds_no_model_is_refused_with_its_reason():
+    pytest.importorskip("transformers")
+    config = dict(model_type="hunyuan_v1_dense", hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="transformers builds no causal model from this config.json") as refusal:
+        architecture(config)
+    assert "NoneType" in str(refusal.value)
+    assert architecture(config | dict(head_dim=16)).parameters
 
 
 def test_a_model_whose_layers_have_heads_of_their_own_is_counted():
