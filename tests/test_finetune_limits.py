@@ -399,7 +399,7 @@ def test_a_preview_says_what_the_run_would_and_shows_each_form(tune, qwen, tmp_p
     finetune.show(config.parse(list(map(str, ("--model", qwen, *argv)))), 1)
     shown = capfd.readouterr().out
     head = shown.partition("\n\n")[0]
-    assert all(len(each) <= 100 or len(each.split()) == 1 for each in head.splitlines())
+    assert all(len(each) <= 100 or len(each.split()) == 1 for each in shown.splitlines())
     assert f"\n{head}\n" in done.out, "as a run prints it"
     assert "1 cut to 101 tokens," in " ".join(head.split()) and "2 lines left out as bad (" in head
     assert re.search(r"\n     \d+ tokens are cut off", head)

@@ -41,7 +41,7 @@ from trainer.finetuning.messages import LEAVE_OUT
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
 from trainer.terminal.output import shown
-from trainer.terminal.text import counted, data_lines
+from trainer.terminal.text import counted, data_lines, fitted
 from trainer.terminal.text import grouped as _n
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ class ChatBatches(ReadAhead):
         text = "\n".join(data_lines(self.description))
         forms = self.data.data.form.take(self.data.example[self.data.chosen]).to_pylist()
         for form, count in Counter(forms).items():
-            shown = self.preview(forms.index(form), color)
+            shown = "\n".join(fitted(self.preview(forms.index(form), color).split("\n")))
             marked = "what is learned in green" if color else "[[what is learned]]"
             head = f"{counted(count, 'example')} of {form}, the first with {marked}:"
             text += f"\n\n{head}\n{shown}"
