@@ -196,7 +196,7 @@ def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
 def test_where_logits_are_more_than_the_product_of_the_head_the_loss_is_full(family, tune, tmp_path):
     folder = saved(family, tmp_path / "model")
     done = fine(tune("--steps", 2, "--eval-every", 1, "--results", tmp_path / "r.jsonl", model=folder))
-    assert "--loss full: the logits of" in done.out and rows_of(tmp_path / "r.jsonl")[-1]["loss_kind"] == "full"
+    assert "--loss full: the loss of" in done.out and rows_of(tmp_path / "r.jsonl")[-1]["loss_kind"] == "full"
     refused(2, "use --loss full", tune("--steps", 1, "--loss", "chunked", model=folder))
 
 

@@ -392,7 +392,7 @@ def test_a_preview_says_what_the_run_would_and_shows_each_form(tune, qwen, tmp_p
     turns = [dict(role="user", content="why? " * 90), dict(role="assistant", content="So. " * 40)]
     lines = [dict(messages=turns), dict(messages=[]), dict(text="one two"), dict(text=""),
              dict(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]),
-             dict(prompt="a", completion=" b"), dict(text="three")]  # fmt: skip
+             dict(prompt="What is 1 plus 2? " * 9, completion=" b"), dict(text="three")]  # fmt: skip
     jsonl(tmp_path / "few.jsonl", lines)
     argv = "--seqlen", 100, "--bad-lines", "skip", "--data", tmp_path / "few.jsonl", "--batch", 1
     done = fine(tune(*argv, "--steps", 1))
