@@ -191,7 +191,10 @@ def report_model(run: Run, config: Config, model: HuggingFaceModel, device: torc
             run.step.cross_entropy, label_smoothing=config.label_smoothing
         )
     if not model.plain_head and config.loss != "full":
-        why = f"the loss of {type(model.model).__name__} is not the cross-entropy of its head's product alone"
+        why = (
+            f"the loss of {type(model.model).__name__} is not the cross-entropy of its head's product alone (scaled, "
+            "capped, smoothed)"
+        )
         if config.loss == "chunked":
             raise Refused(f"--loss chunked: {why}; use --loss full")
         run.step.chunk = 0
