@@ -28,8 +28,8 @@ from typing import NamedTuple
 from lab.planning import hardware
 from lab.planning.architecture import architecture
 from lab.planning.liveness import Tape
-from lab.planning.report import doubts, kind_of, network_decides
-from lab.planning.schedule import step_peak
+from lab.planning.report import doubts, kind_of, network_decides, reserves
+from lab.planning.schedule import reserved, step_peak
 from lab.planning.search import Plan, Question, parse, question
 from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE, step_time
 from lab.report.published import published as published_table
@@ -160,7 +160,7 @@ def published() -> tuple[Row, ...]:
             )
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
             tape = q.tape
-            peak = step_peak(q.config, q.ranks, q.a, q.gpu.arch, tape).nbytes
+            peak = q.peak().nbytes
             tokens = float(r["tok_s_per_gpu"])
             kind, date = r.get("memory_is", ""), r.get("date", "")
             rows.append(
@@ -171,7 +171,7 @@ def published() -> tuple[Row, ...]:
 
 def doubted(row: Row) -> list[str]:
     """Why an answer calls itself extrapolated."""
-    return doubts(row.q, row.peak)
+    return doubts(row.q, row.q.peak())
 
 
 def third(rows: Iterable[Row]) -> list[Row]:
@@ -286,8 +286,8 @@ def field_text() -> str:
         "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
         "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
         "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
-        "# reserved: measured runs, their sources, and how much the allocator may reserve over what is planned to be",
-        "# allocated; runs that reserved more than the other sources say, and less than what is planned.",
+        "# reserved: measured runs, their sources, and how much the allocator may reserve over what is planned; runs",
+        "# that reserved more than the other sources say, and less than what is planned.",
         "",
         "[constants]",
     ]
@@ -387,7 +387,7 @@ TORCHTITAN_EXPANDABLE = "2024-10-22"
 
 
 class Size(NamedTuple):
-    """A measured peak, bytes, beside what is planned to be allocated. memory_is: what was measured."""
+    """A measured peak, bytes, beside what is planned, allocated or reserved. memory_is: what was measured."""
 
     publication: str
     setting: str
@@ -408,7 +408,7 @@ def sizes() -> list[Size]:
             row.publication,
             row.setting,
             row.memory_is,
-            row.peak,
+            row.peak if row.memory_is.endswith("allocated") else reserves(row.q, row.q.peak())[0],
             (row.memory - CONTEXT_GIB * (row.memory_is == "nvidia-smi")) * 2**30,
             publisher(row.publication) == "torchtitan" and row.date > TORCHTITAN_EXPANDABLE,
         )
@@ -432,9 +432,13 @@ def sizes() -> list[Size]:
             if flags in settings:
                 continue
             settings.append(flags)
-            planned = step_peak(config, config.world or r["world"]).nbytes
+            peak = step_peak(config, config.world or r["world"])
+            held = reserved(config, config.world or r["world"], reference(config), peak)
             name = f"row {number} of results/{file}.jsonl"
-            for key, kind in (("peak_alloc_mib", "allocated"), ("peak_reserved_mib", "reserved")):
+            for key, kind, planned in (
+                ("peak_alloc_mib", "allocated", peak.nbytes),
+                ("peak_reserved_mib", "reserved", held),
+            ):
                 measured = r[key] * 2**20
                 peaks.append(Size(HERE, f"{gpu}, {name}", f"max {kind}", planned, measured))
     return peaks
@@ -445,7 +449,7 @@ def reserved_runs() -> list[Size]:
 
 
 def upper(runs: Iterable[Size]) -> float:
-    """How much a run of another source may reserve over what is planned to be allocated. Of n sources whose largest
+    """How much a run of another source may reserve over what is planned. Of n sources whose largest
     ratios are alike, 1 in n + 1 exceeds the largest, which of 9 is too many. So this end lies as far above the largest
     as that is above the second, in logarithms (Robson and Whitlock 1964, Estimation of a truncation point)."""
     most = defaultdict(float)
@@ -479,7 +483,7 @@ def memory() -> list[str]:
     """A line for each kind of measured memory, what lies outside the interval if whole sources are left out, what is
     known of allocators, and a line for each row."""
     peaks = sizes()
-    head = "memory, measured over planned to be allocated: rows, least, median, most"
+    head = "memory, measured over planned: rows, least, median, most"
     by_kind = defaultdict(list)
     for size in peaks:
         by_kind[size.publication, size.memory_is].append(size.ratio)

@@ -1,7 +1,8 @@
 """What a plan prints: its lines, tables and the plot. Imports no torch."""
 
 from lab.planning import hardware, search
-from lab.planning.schedule import PlannedStep
+from lab.planning.liveness import Peak
+from lab.planning.schedule import PlannedStep, reserved
 from lab.planning.search import Answer, Question, Setting
 from trainer.terminal.text import grouped
 
@@ -29,15 +30,16 @@ def kind_of(q: Question) -> str:
     )
 
 
-def most_reserved() -> float:
-    """How much torch's allocator may reserve over what is planned to be allocated: lab.benchmarks.planner.upper."""
-    return hardware.field_data()["reserved"]["most"]
+def reserves(q: Question, peak: Peak) -> tuple[float, float]:
+    """Bytes that torch's allocator reserves: as planned, and at most (lab.benchmarks.planner.upper)."""
+    planned = reserved(q.config, q.ranks, q.a, peak)
+    return planned, hardware.field_data()["reserved"]["most"] * planned
 
 
-def verdict(peak: float, limit: float) -> str:
+def verdict(q: Question, peak: Peak, limit: float) -> str:
     """fits: with the most that the allocator may reserve; may fit: what is allocated does."""
-    most = most_reserved() * peak
-    return "fits" if most <= limit else "may fit" if peak <= limit else "DOES NOT FIT"
+    most = reserves(q, peak)[1]
+    return "fits" if most <= limit else "may fit" if peak.nbytes <= limit else "DOES NOT FIT"
 
 
 def of_one_node(q: Question) -> int:
@@ -69,7 +71,7 @@ def network_decides(q: Question) -> bool:
     return q.ranks > q.per_node and q.config.batch * q.config.seqlen <= FEW_TOKENS
 
 
-def doubts(q: Question, peak: float) -> list[str]:
+def doubts(q: Question, peak: Peak | None = None) -> list[str]:
     """Why an answer is extrapolated: what no run says that stands behind its figures."""
     reasons = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
     if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
@@ -80,7 +82,7 @@ def doubts(q: Question, peak: float) -> list[str]:
         reasons.append(
             f"at most {FEW_TOKENS} tokens a micro-batch over several nodes: the network decides, which is seldom stated"
         )
-    if most_reserved() * peak > q.gpu.memory:
+    if peak and reserves(q, peak)[1] > q.gpu.memory:
         reasons.append(
             "memory: so full that the allocator may free and ask again, which costs time that is not planned"
         )
@@ -123,14 +125,14 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
 
 
 def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
-    fits = SHORT[verdict(answer.peak.nbytes, q.gpu.memory - reserve_gib * 2**30)]
+    fits = SHORT[verdict(q, answer.peak, q.gpu.memory - reserve_gib * 2**30)]
     t = answer.time
     error = bar(q)
     within = f"+-{100 * error[1]:.0f}" if error else "not known"
     return (
         f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
         f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
-        f"{'yes' if doubts(q, answer.peak.nbytes) else 'no'}"
+        f"{'yes' if doubts(q, answer.peak) else 'no'}"
     )
 
 
@@ -148,7 +150,7 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         f"{q.ranks} x {q.gpu.name}, {config.batch} x {grouped(config.seqlen)} tokens a rank and micro-batch, "
         f"{grouped(q.ranks * config.batch * config.grad_accum * config.seqlen)} tokens a step"
     )
-    fits = verdict(answer.peak.nbytes, limit)
+    fits = verdict(q, answer.peak, limit)
     text.append(
         f"peak {mib(answer.peak.nbytes)} MiB: {fits} in {mib(limit)} MiB "
         f"({mib(q.gpu.memory)} minus {reserve_gib:g} GiB kept free); reached during: {answer.peak.moment}"
@@ -164,11 +166,10 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     ]
     t = answer.time
     measured = hardware.field_data()["reserved"]
-    most = most_reserved()
+    low, high = reserves(q, answer.peak)
     text.append(
-        f"reserved {mib(answer.peak.nbytes)} to {mib(most * answer.peak.nbytes)} MiB by torch's allocator, 1.00 to "
-        f"{most:.2f} of the peak, which is allocated: {measured['above']} of {measured['runs']} measured runs took "
-        f"more, {measured['below']} less"
+        f"reserved {mib(low)} to {mib(high)} MiB by torch's allocator (the peak is what is allocated): "
+        f"{measured['above']} of {measured['runs']} measured runs took more, {measured['below']} less"
     )
     within = ""
     if error := bar(q):
@@ -199,7 +200,7 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
             "flags that lower the peak, cheapest first: MiB saved, ms lost a step, peak MiB, fits"
         )
         for name, saved, lost, new in search.relief(q)[:8]:
-            yes = SHORT[verdict(new.peak.nbytes, limit)]
+            yes = SHORT[verdict(q, new.peak, limit)]
             text.append(
                 f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}"
             )
@@ -223,7 +224,9 @@ def fit_lines(settings: list[Setting], sequences: int) -> list[str]:
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     """The fastest plan and the front. ValueError for a --plot that cannot be written."""
-    limit = (q.gpu.memory - reserve_gib * 2**30) / most_reserved()
+    peak = q.peak()
+    planned, most = reserves(q, peak)
+    limit = (q.gpu.memory - reserve_gib * 2**30) * planned / most - (planned - peak.nbytes)
     if plot:  # before the search
         draw([], plot, limit)
     top, front = search.best(q, limit)
@@ -281,7 +284,7 @@ def error_notes(q: Question, single: bool = True) -> list[str]:
             f"time: predicted; of {error[0]} published runs ({kind_of(q)}), and of all {kind_of(q).split(',')[0]} "
             f"ones, 85 % were within {100 * error[1]:.0f} %, by constants fitted without their publication"
         ]
-    text += [f"EXTRAPOLATED for {doubt}" for doubt in doubts(q, q.peak().nbytes if single else 0)]
+    text += [f"EXTRAPOLATED for {doubt}" for doubt in doubts(q, q.peak() if single else None)]
     return [*text, peak_error(q)]
 
 

@@ -305,8 +305,9 @@ class PlannedStep(Weights):
             self.eager_keeps(i)
         (self.lean_backward if self.lean else self.mlp_backward)(i, w, grads)
         self.attention_backward(i, w, grads)
-        if self.eager:
-            self.op("what it kept", [f"eager{i}"], work=(("bytes", 0),))
+        if self.eager:  # an eager policy also keeps the seventh product, which nothing needs
+            down = [f"d{i}"] * (recomputed and getattr(self.config, "remat_ops", False))
+            self.op("what it kept", [f"eager{i}", *down], work=(("bytes", 0),))
         if self.by_blocks and not self.root:  # as long as the weights that are cut from it
             self.op("bucket of its weights", [f"{w} bucket", f"{w} sent"], work=(("bytes", 0),))
         self.bucket(w, self.block, grads)
@@ -539,6 +540,19 @@ def step_peak(
     elif config.compile in ("none", "blocks"):
         peaks.append(update_peak(config, ranks, a, arch))
     return max(peaks, key=lambda each: each.nbytes)
+
+
+def reserved(config, ranks: int, a: Architecture, peak: Peak) -> float:
+    """What torch's allocator holds at `peak` if no memory lies between blocks that is too small. FSDP2 gathers on a
+    stream of its own and writes reduced gradients on another (torch 2.13, _fsdp_collectives.py): what was allocated
+    there stays theirs when it is free."""
+    shards = shard_group(config, ranks)
+    if config.wrapper != "fsdp2" or shards == 1:
+        return peak.nbytes
+    gathered = max(2 * a.width * a.vocab + a.final_norm, 2 * a.block_parameters)
+    gradients = SIZE[getattr(config, "master_dtype", "fp32")] * trained(config, a) / shards
+    missing = max(gradients - peak.pieces.get(GRADIENTS, 0), 0)
+    return peak.nbytes + SIZE[config.param_dtype] * gathered + missing
 
 
 def update_peak(config, ranks: int, a: Architecture, arch: str) -> Peak:
