@@ -44,6 +44,7 @@ SETTINGS = {
     4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="hybrid_shard", accum=2, sync="shards"),
         dict(EAGER, block="llama", remat="both", loss="chunked")],
 }  # fmt: skip
+QUICK = [dict(EAGER, accum=2)]  # what each commit runs
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both"), dict(compile="fwdbwd")],
     2: [dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
@@ -118,6 +119,10 @@ def flex_on_a_cpu():
     model_file.compiled_flex_attention = torch.compile(flex_attention, backend="aot_eager")
 
 
+def quick(mesh):
+    return [run(mesh, FEW, **setting) for setting in QUICK]
+
+
 def everyday(mesh):
     flex_on_a_cpu()
     return [run(mesh, FEW, **setting) for setting in SETTINGS[mesh.size()]]
@@ -165,6 +170,10 @@ def compare(check, world, settings, steps):
     assert last < first - 0.5, "nothing was learnt: the table proves nothing"
     bad = {setting: d for setting, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
     assert not bad
+
+
+def test_two_ranks_train_as_one_process():
+    compare(quick, 2, QUICK, FEW)
 
 
 @pytest.mark.long
