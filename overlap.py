@@ -156,7 +156,8 @@ def overlap_pass_and_options(
                 "replace it: set it to None, or to a pass of yours that calls both"
             )
     # A buffer that Inductor keeps for later reuse is memory that nothing else can have
-    # meanwhile. The allocator gives a freed one out again at no cost.
+    # meanwhile. CUDA's allocator gives a freed one out again at no cost; malloc's price
+    # for a small model is about 2 % of a step.
     inductor_options["allow_buffer_reuse"] = False
     return moves, inductor_options | DISABLED_INDUCTOR_PASSES
 
