@@ -7,7 +7,9 @@ On a CPU, with templates that do as known families do. Which tokens are learned:
 
 import itertools
 import json
+import random
 import re
+from collections import defaultdict
 
 import pytest
 from conversations import FAMILIES, TURNS, refuse
@@ -15,7 +17,7 @@ from test_chat import learned_text
 
 from trainer.data import DataError
 from trainer.finetuning.columns import OF_OTHERS
-from trainer.finetuning.messages import without_nulls
+from trainer.finetuning.messages import MARK, MARKS, with_marks, without_nulls
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytest.importorskip("hypothesis", reason="needs hypothesis: ./launch.sh install")
@@ -243,3 +245,23 @@ def test_a_chat_of_very_many_turns_is_refused(batches, monkeypatch):
     assert len(learned_text(batches([long], "markers"))) == 3
     longer = dict(messages=[*TURNS[:2]] * 4)
     refuse(r"expected at most 6 messages, found 8 messages; cut the line in two", batches, [longer], "markers")
+
+
+class Unsearched(str):
+    def __contains__(self, text):
+        raise AssertionError(f"the whole text is searched for {text!r}")
+
+
+def test_a_text_is_looked_for_at_its_marks_alone():
+    """Of more texts than there are marks, which then stand at several places."""
+    drawn = random.Random(3)
+    contents = [drawn.choice(['a "b"', "same", "two\nlines", "é"]) + str(i // 2) for i in range(3 * MARKS)]
+    marked, texts = with_marks([dict(role="user", content=each) for each in contents])
+    kept = [drawn.random() < 0.9 for _ in contents]
+    escaped = [json.dumps(turn["content"], ensure_ascii=False)[1:-1] for turn in marked]
+    written = [each if drawn.random() < 0.5 else turn["content"] for each, turn in zip(escaped, marked, strict=True)]
+    page = "|".join(itertools.compress(written, kept))
+    places = defaultdict(list)
+    for found in MARK.finditer(page):
+        places[found[0]].append(found.start())
+    assert [text.is_in(Unsearched(page), places) for text in texts] == kept

@@ -2,7 +2,7 @@
 
     turns = [cleaned(message, number) for number, message in enumerate(messages, 1)]    # BadLine for what has no form
     marked, texts = with_marks(turns)
-    lost = [text for text in texts if not text.is_in(render(marked))]
+    lost = [text for text in texts if not text.is_in(render(marked), places)]
 
 In the one form content and reasoning are a string (a list of text parts is joined), the arguments of a tool call are an
 object (a string of JSON is parsed), and what is null or empty is not there.
@@ -50,12 +50,20 @@ class Text(NamedTuple):
     text: str
     mark: str  # around it; empty if it has none
 
-    def is_in(self, rendering: str, marked: bool) -> bool:
-        """Whether it is there: as it is, or as it stands in a string of JSON or Python."""
-        mark = self.mark if marked else ""
+    def is_in(self, rendering: str, places: dict[str, list[int]] | None) -> bool:
+        """Whether it is there: as it is, or as it stands in a string of JSON or Python. places: where each mark is;
+        None: the rendering has none."""
         escaped = (json.dumps(self.text, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
         in_python = dict(true="True", false="False").get(self.text, repr(self.text)[1:-1])
-        return any(mark + text + mark in rendering for text in (self.text, *escaped, in_python))
+        written = self.text, *escaped, in_python
+        if places is None or not self.mark:
+            return any(text in rendering for text in written)
+        # At its marks alone: a search for each text takes time that grows with the square of the turns.
+        return any(
+            rendering.startswith(self.mark + text + self.mark, at)
+            for at in places[self.mark]
+            for text in written
+        )
 
 
 def loaded(text: Any, expected: str) -> Any:

@@ -12,7 +12,7 @@ the model sees when it is asked for it. Templates that write the current date ar
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from datetime import date
 from itertools import chain, pairwise, product
@@ -310,13 +310,16 @@ class ChatTemplate:
     def check_texts(self, turns: list[dict], made: dict[int, Example], how: dict) -> None:
         """Raises BadLine for a text of a message that is in no example."""
         marked, texts = forms.with_marks(turns)
-        pages = []  # (rendering, whether it has marks)
+        pages = []  # (rendering, where each mark is, or None for one without)
         for last, example in made.items():
             page = ""
             with suppress(BadLine):
                 page, _ = render(marked[: last + 1], how)
             faithful = forms.MARK.sub("", page) == forms.MARK.sub("", example.text)
-            pages.append((page, True) if faithful else (example.text, False))
+            places = defaultdict(list)
+            for found in forms.MARK.finditer(page):
+                places[found[0]].append(found.start())
+            pages.append((page, places) if faithful else (example.text, None))
         for text in texts:
             if not any(text.is_in(*page) for page in pages):
                 role = turns[text.number]["role"]
