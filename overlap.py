@@ -117,10 +117,11 @@ def compile_options(
     one starts. Between 0 and 1: less memory, for a faster network. 2, 3 ..: for slow
     networks; each holds the weights and gradients of one more unit.
 
-    Raises ValueError if the model is not wrapped, for a negative or broken `ahead`
-    (1.5), and if post_grad_custom_post_pass or joint_custom_post_pass is already set in
-    torch._inductor.config. Warns while compiling if a graph has no unit, or if other
-    options move the collectives again."""
+    Raises ValueError if the model is not wrapped, for an `ahead` that is negative or
+    above 1 but no whole number, and if post_grad_custom_post_pass or
+    joint_custom_post_pass is already set in torch._inductor.config. Warns while
+    compiling if a graph has no unit, or if other options move the collectives
+    again."""
     _, options = overlap_pass_and_options(model, whole_step, ahead)
     return options
 
